@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import signal
 import socket
 import statistics
@@ -218,7 +219,8 @@ class RouterProcess:
 
 
 @contextlib.contextmanager
-def router_process(path: str, folder: Path, *flags: str) -> Iterator[RouterProcess]:
+def router_process(path: str, folder: Path, *flags: str, checkout: Path | None = None) -> Iterator[RouterProcess]:
+    """Runs a router: that of another checkout, if one is given."""
     ports = dict(zip(("grpc", "http", "control"), free_ports(3), strict=True))
     command = [sys.executable, "-m", "services.cli.main", "router", "--model", path]
     command += [
@@ -229,7 +231,11 @@ def router_process(path: str, folder: Path, *flags: str) -> Iterator[RouterProce
         "--control-port",
         str(ports["control"]),
     ]
-    with _process([*command, *flags], folder / f"router-{ports['grpc']}.log") as process:
+    where: dict[str, Any] = {}
+    if checkout is not None:
+        code = os.pathsep.join(str(checkout / name) for name in ("", "gen", "client"))
+        where = {"cwd": checkout, "env": {**os.environ, "PYTHONPATH": code}}
+    with _process([*command, *flags], folder / f"router-{ports['grpc']}.log", **where) as process:
         until(lambda: _listens(ports["control"]) and _listens(ports["http"]), "the router listens")
         yield RouterProcess(psutil.Process(process.pid), ports)
 
@@ -282,10 +288,14 @@ class _Client:
         if (counts := self._counts())["open"] != self._num_wanted:
             raise RuntimeError(f"not all streams run: {counts}")
 
+    def num_tokens(self) -> int:
+        """Returns how many tokens all streams have had."""
+        return int(self._counts()["tokens"])
+
     def settle(self) -> None:
         """Returns when no more tokens come."""
         before = -1
-        while (now := self._counts()["tokens"]) != before:
+        while (now := self.num_tokens()) != before:
             before = now
             time.sleep(1.0)
 

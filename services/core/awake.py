@@ -44,7 +44,7 @@ class AwakeTime:
         The result does not go back while `now` does not. It advances by up to GAP_S even over a gap, so deadlines pass
         even in a process that is blocked again and again.
         """
-        if self._read_s is not None:
+        if self._read_s is not None and now != self._read_s:  # a message's events have one time
             passed_s = max(0.0, now - self._read_s)
             delayed_s = min(self._owed_s, _MOST_DELAYED * min(passed_s, GAP_S))
             self._owed_s -= delayed_s

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -42,43 +41,36 @@ _MAX_PART_ENTRIES = 512
 """The most log-probabilities in one part of the prompt's: a front writes a part at a time, in some milliseconds."""
 
 
-@dataclass(slots=True)
-class _Decoded:
-    """Holds some tokens, few enough for a chunk, and what became certain with them."""
+class Room:
+    """Says whether a client has room for more. What it has been sent and has not read is bounded by that."""
 
-    parsed: Parsed
-    token_ids: Sequence[int] = ()
-    logprobs: Sequence[Any] = ()
+    def __init__(self) -> None:
+        self.is_there = True
+        self.awaited: set[Callable[[], None]] = set()
+        """What is called when there is room again."""
 
-
-@dataclass(slots=True)
-class _Pending:
-    """Keeps the pieces that the client has not taken yet, in order."""
-
-    pieces: collections.deque[_Decoded] = field(default_factory=collections.deque)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(piece.token_ids) for piece in self.pieces)
-
-    def take(self) -> inference_pb2.Chunk | None:
-        """Removes and returns the first pieces, as many as fit into a chunk; None if there are none."""
-        if not self.pieces:
-            return None
-        if len(self.pieces) == 1:  # as a rule: clients read as fast as tokens come
-            piece = self.pieces.popleft()
-            return _chunk(piece.parsed, piece.token_ids, piece.logprobs)
-        token_ids, logprobs, parsed = list[int](), list[Any](), list[Parsed]()
-        while self.pieces and len(token_ids) + len(self.pieces[0].token_ids) <= MAX_CHUNK_TOKENS:
-            piece = self.pieces.popleft()
-            parsed.append(piece.parsed)
-            token_ids.extend(piece.token_ids)
-            logprobs.extend(piece.logprobs)
-        return _chunk(Parsed.of(parsed), token_ids, logprobs)
+    def made(self) -> None:
+        self.is_there = True
+        for told in list(self.awaited):
+            told()
 
 
-def _chunk(parsed: Parsed, token_ids: Sequence[int], logprobs: Sequence[Any]) -> inference_pb2.Chunk:
-    chunk = inference_pb2.Chunk(text=parsed.text, token_ids=token_ids, logprobs=logprobs)
+_Decoded = tuple[Parsed, Sequence[int], Sequence[Any]]
+"""Some tokens, few enough for a chunk, with their log-probabilities, and before them what became certain with them."""
+
+
+def _next_chunk(index: int, pieces: collections.deque[_Decoded]) -> inference_pb2.Chunk:
+    """Removes the first pieces, as many as fit into a chunk, and returns that. There must be some."""
+    parsed, token_ids, logprobs = pieces.popleft()
+    if pieces:  # rarely: clients read as fast as tokens come
+        all_parsed, token_ids, logprobs = [parsed], list(token_ids), list(logprobs)
+        while pieces and len(token_ids) + len(pieces[0][1]) <= MAX_CHUNK_TOKENS:
+            parsed, more_ids, more_logprobs = pieces.popleft()
+            all_parsed.append(parsed)
+            token_ids.extend(more_ids)
+            logprobs.extend(more_logprobs)
+        parsed = Parsed.of(all_parsed)
+    chunk = inference_pb2.Chunk(index=index, text=parsed.text, token_ids=token_ids, logprobs=logprobs)
     if parsed.reasoning:
         chunk.reasoning = parsed.reasoning
     for part in parsed.calls:
@@ -112,7 +104,8 @@ class Output:
         )
         self._echoed = echoed
         self._echoes_only = echoes_only(request)
-        self._pending = _Pending()
+        self._pending: collections.deque[_Decoded] = collections.deque()
+        """What the client has not taken yet, in order."""
         self._completion: inference_pb2.Completion | None = None
         self.kept_text = ""
         self._kept_chars = kept_chars
@@ -166,33 +159,27 @@ class Output:
     @property
     def num_waiting_tokens(self) -> int:
         """Returns how many tokens the client has not taken yet."""
-        return self._pending.num_tokens
+        return sum(len(token_ids) for _, token_ids, _ in self._pending)
 
-    @property
-    def has_more(self) -> bool:
-        """Returns whether the client has not taken all that is here."""
-        return bool(self._pending.pieces) or (self._completion is not None and not self.taken)
-
-    def take(self) -> inference_pb2.Chunk | inference_pb2.Completion:
-        """Removes and returns what is next. To be called only if there is more."""
-        chunk = self._pending.take()
-        if chunk is not None:
-            chunk.index = self._index
-            return chunk
-        assert self._completion is not None, "there is more"
+    def take(self) -> inference_pb2.Chunk | inference_pb2.Completion | None:
+        """Removes and returns what is next; None if nothing is there."""
+        if self._pending:
+            return _next_chunk(self._index, self._pending)
+        if self._completion is None or self.taken:
+            return None
         self.taken = True
         return self._completion
 
     def _echo(self) -> None:
         """Adds what is echoed, with the first tokens: nothing is written before."""
         if self._echoed:
-            self._pending.pieces.append(_Decoded(Parsed(text=self._echoed)))
+            self._pending.append((Parsed(text=self._echoed), (), ()))
             self._echoed = ""
 
     def _take(self, piece: Piece, token_ids: Sequence[int] = (), logprobs: Sequence[Any] = ()) -> None:
         parsed = Parsed(piece.reasoning, piece.text, piece.calls)
         if token_ids or parsed:
-            self._pending.pieces.append(_Decoded(parsed, token_ids, logprobs))
+            self._pending.append((parsed, token_ids, logprobs))
         if len(self.kept_text) < self._kept_chars:
             self.kept_text = (self.kept_text + piece.raw)[: self._kept_chars]
         self.num_tokens += len(token_ids)
@@ -214,10 +201,10 @@ def append_chunk(output: inference_pb2.Chunk, chunk: inference_pb2.Chunk) -> Non
 
 
 class Answer:
-    """Holds the answer to one request. Iterate over it once.
+    """Holds the answer to one request. Iterate over it, or call `pass_on`, once.
 
-    It yields PromptInfo, PromptLogprobs if asked for, Chunks and a Completion for each output, or raises the error that
-    ended it; and LiveProgress, where `progress_after_s` is set.
+    Its events are PromptInfo, PromptLogprobs if asked for, Chunks and a Completion for each output, or the error that
+    ended it; and LiveProgress, for whoever iterates, where `progress_after_s` is set.
     """
 
     def __init__(
@@ -262,7 +249,11 @@ class Answer:
         self._scored: collections.deque[inference_pb2.PromptLogprobs] = collections.deque()
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
+        self._pass_on: Callable[[], None] | None = None
+        """Passes on what has come, in its turn."""
         self._over = asyncio.Event()
+        self.num_output_tokens = 0
+        """Tokens of all outputs."""
         self.progress: Callable[[], LiveProgress | None] = lambda: None
         """Returns where the request is; None once it has ended."""
         self.progress_after_s: float | None = None
@@ -271,11 +262,6 @@ class Answer:
     @property
     def over(self) -> bool:
         return self._over.is_set()
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Returns how many tokens all outputs have."""
-        return sum(output.num_tokens for output in self._outputs)
 
     @property
     def usage(self) -> TokenUsage:
@@ -306,22 +292,26 @@ class Answer:
         self._info.prefill_worker = action.prefill_worker
         self._info.cached_tokens = self._num_cached_tokens = action.cached_tokens
         self._announced = self._was_started = True
-        self._changed.set()
+        self._came()
 
     def prompt_scored(self, action: EmitPromptTokens) -> None:
         most = max(1, _MAX_PART_ENTRIES // (1 + self._request.response.prompt_logprobs))
         for start in range(0, len(action.logprobs), most):
             part = action.logprobs[start : start + most]
             self._scored.append(inference_pb2.PromptLogprobs(position=action.position + start, logprobs=part))
-        self._changed.set()
+        self._came()
 
     def tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[Any], index: int = 0, *, is_stopped: bool = False
     ) -> bool:
         """Adds tokens of the output with that index, of which the last may be a stop token. Returns True if its text
         ends with them."""
-        self._changed.set()
-        return self._outputs[index].push(token_ids, logprobs, is_stopped=is_stopped)
+        output = self._outputs[index]
+        num_before = output.num_tokens
+        ended = output.push(token_ids, logprobs, is_stopped=is_stopped)
+        self.num_output_tokens += output.num_tokens - num_before
+        self._came()
+        return ended
 
     def finished(self, action: EmitFinished) -> None:
         """Ends an output. The prompt's tokens are in the usage of the first one only: together they count once."""
@@ -334,16 +324,22 @@ class Answer:
         completion.workers.decode = summary.decode_worker
         completion.workers.retries = summary.num_retries
         completion.timings.CopyFrom(timings_of(summary, self._tokenize_ms))
-        self._changed.set()
         if action.is_last:
             self._over.set()
+        self._came()
 
     def failed(self, error: BatonError) -> None:
         self._error = error
-        self._changed.set()
         self._over.set()
+        self._came()
 
-    # What the RPC sends
+    def _came(self) -> None:
+        """Tells whoever takes the events that there are more."""
+        self._changed.set()
+        if self._pass_on is not None:
+            self._pass_on()
+
+    # What the fronts send
 
     async def settled(self) -> None:
         """Waits until the request is over, even if the client has not taken all of the answer.
@@ -354,6 +350,37 @@ class Answer:
         if self._error is not None:
             raise self._error
 
+    async def pass_on(self, take: Callable[[AnswerEvent], None], room: Room) -> None:
+        """Gives each event to `take` in the turn in which it comes, while there is room; the others are kept.
+
+        Returns when all was taken. Raises the error that ended the answer, or what `take` raises.
+        """
+        over: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+        def pass_on() -> None:
+            if over.done() or not room.is_there:
+                return
+            try:
+                for event in self._events():
+                    take(event)
+                    if not room.is_there:
+                        return
+                if self._is_taken():
+                    over.set_result(None)
+            except Exception as error:
+                over.set_result(error)
+
+        self._pass_on = pass_on
+        room.awaited.add(pass_on)
+        try:
+            pass_on()
+            error = await over
+        finally:
+            self._pass_on = None
+            room.awaited.discard(pass_on)
+        if error is not None:
+            raise error
+
     async def __aiter__(self) -> AsyncIterator[AnswerEvent]:
         while True:
             if self.progress_after_s is not None and not await self._changes_within(self.progress_after_s):
@@ -362,21 +389,33 @@ class Answer:
                 continue
             await self._changed.wait()
             self._changed.clear()
-            if self._announced:
-                self._announced = False
-                yield self._info
-            while self._scored:
-                yield self._scored.popleft()
-                await asyncio.sleep(0)  # others have their turns between the parts of a long prompt
-            while more := [output for output in self._outputs if output.has_more]:
-                for output in more:  # one after the other, so that none waits for a client that is slow to take another
-                    yield output.take()
-            if self._changed.is_set():
-                continue  # more arrived while the client took the chunks
-            if self._error is not None:
-                raise self._error
-            if all(output.taken for output in self._outputs):
+            for event in self._events():
+                yield event
+                if isinstance(event, inference_pb2.PromptLogprobs):
+                    await asyncio.sleep(0)  # others have their turns between the parts of a long prompt
+            if not self._changed.is_set() and self._is_taken():  # else more arrived while the client took the chunks
                 return
+
+    def _events(self) -> Iterator[AnswerEvent]:
+        """Yields what is there, and what comes meanwhile."""
+        if self._announced:
+            self._announced = False
+            yield self._info
+        while self._scored:
+            yield self._scored.popleft()
+        has_more = True
+        while has_more:
+            has_more = False
+            for output in self._outputs:  # in turns, so that none waits for a client that is slow to take another
+                if (event := output.take()) is not None:
+                    has_more = True
+                    yield event
+
+    def _is_taken(self) -> bool:
+        """Returns whether the client has the whole answer. Raises the error that ended it."""
+        if self._error is not None:
+            raise self._error
+        return self.over and all(output.taken for output in self._outputs)
 
     async def _changes_within(self, seconds: float) -> bool:
         try:

@@ -107,7 +107,7 @@ class Conductor:
         self._changed = asyncio.Event()
         self._call_soon = call_soon
         self._turn_is_ordered = False
-        self._drains = Drains(coordinator, clock, self.act)
+        self._drains = Drains(coordinator, clock, self.act, self._until)
 
     @property
     def in_use(self) -> bool:
@@ -289,12 +289,11 @@ class Conductor:
         """Reads a worker's events. An event that cannot be read ends its own request only."""
         found = []
         for event in events:
-            if (kind := event.WhichOneof("event")) is None:
-                continue  # an event of a newer worker's protocol
             try:
-                found.append(wire.leg_event(event))
+                if (read := wire.leg_event(event)) is not None:
+                    found.append(read)
             except Exception as error:
-                leg = getattr(event, kind).leg
+                leg = getattr(event, event.WhichOneof("event") or "").leg
                 self.coordinator.spoil_leg(info, leg, "event", error, self._clock.now())
         return found
 
@@ -355,8 +354,6 @@ class Conductor:
                 except Exception as error:
                     self._failed_in("action", _request_of(action), error)
         self._changed.set()
-        with self.isolated("action"):
-            self._drains.changed()
         if self.coordinator.placement_is_due and not self._turn_is_ordered:
             self._turn_is_ordered = True
             (self._call_soon or asyncio.get_running_loop().call_soon)(self._place)

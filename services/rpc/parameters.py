@@ -21,8 +21,17 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
+MAX_LABEL_CHARS = 128
 MAX_LOGPROBS = 20
 MAX_ANSWERS = 16
+
+
+def check_label(field: str, text: str) -> None:
+    """Checks a short text by which a client names something: it must not be too long, and be shown in one line."""
+    if len(text) > MAX_LABEL_CHARS:
+        raise InvalidRequest(field, f"has {len(text)} characters; at most {MAX_LABEL_CHARS} are allowed")
+    if not text.isprintable():
+        raise InvalidRequest(field, "has characters that cannot be printed")
 
 
 def check_sampling(sampling: types_pb2.SamplingParams, vocab_size: int) -> None:

@@ -215,7 +215,7 @@ class Coordinator:
             # Looked up before: a handler that fails may have ended the leg, but not yet settled or ended its request.
             found = self._book.leg_at(worker, event.leg)
             try:
-                if self._canaries.event(worker, event, now):
+                if found is None and self._canaries.event(worker, event, now):
                     continue
                 if found is not None and isinstance(found[1], PlacedPark):
                     parking.leg_event(self._book, worker, event, found[0], found[1], now)

@@ -53,6 +53,7 @@ from services.router.coordinator.request import (
     BackOff,
     Crash,
     HeldLease,
+    PartialAnswer,
     PlacedDecode,
     PlacedLeg,
     PlacedPark,
@@ -81,22 +82,17 @@ def leg_event(book: Book, worker: Worker, event: LegEvent, found: tuple[Request,
         return
     request, leg = found
     assert not isinstance(leg, PlacedPark), "parking.py has these"
-    before = _reached(request, leg)
     if leg is request.released:
         _released_leg_event(book, request, event, now)
     elif isinstance(leg, PlacedPrefill):
         _prefill_event(book, request, leg, event, now)
     else:
         _decode_event(book, request, leg, worker, event, now)
-    if _reached(request, leg) != before:  # a repetition brings the request no further, and must not keep the leg alive
-        leg.heard_s = book.awake.at(now)
 
 
-def _reached(request: Request, leg: PlacedPrefill | PlacedDecode) -> tuple[bool, bool, int, int]:
-    """Returns how far the leg has come, by what its worker has reported."""
-    if isinstance(leg, PlacedPrefill):
-        return leg.lease is not None, leg.sealed_s is not None, request.num_scored, request.num_received
-    return leg.admitted_s is not None, request.prefill is None, request.num_scored, request.num_received
+def _went_on(book: Book, leg: PlacedPrefill | PlacedDecode, now: float) -> None:
+    """Notes that the leg has brought its request further. A repetition does not, and must not keep the leg alive."""
+    leg.heard_s = book.awake.at(now)
 
 
 def _prefill_event(book: Book, request: Request, leg: PlacedPrefill, event: LegEvent, now: float) -> None:
@@ -106,7 +102,7 @@ def _prefill_event(book: Book, request: Request, leg: PlacedPrefill, event: LegE
         case PrefillStarted():
             _prefill_started(book, request, leg, event, now)
         case PromptTokens():
-            if leg.lease is None or not _take_scores(book, request, leg, event):
+            if leg.lease is None or not _take_scores(book, request, leg, event, now):
                 prefill_failed(
                     book, request, leg, ProtocolViolation("log-probabilities out of place"), now, cancel=True
                 )
@@ -124,6 +120,8 @@ def _prefill_event(book: Book, request: Request, leg: PlacedPrefill, event: LegE
 
 def _decode_event(book: Book, request: Request, leg: PlacedDecode, worker: Worker, event: LegEvent, now: float) -> None:
     match event:
+        case Tokens():  # first, since most events are of this kind
+            _decode_tokens(book, request, leg, event, now)
         case DecodeAdmitted():
             _decode_admitted(book, request, leg, event, now)
         case DecodeRefused():
@@ -133,10 +131,8 @@ def _decode_event(book: Book, request: Request, leg: PlacedDecode, worker: Worke
         case ImportFailed():
             _import_failed(book, request, leg, worker, event, now)
         case PromptTokens():
-            if leg.has_handoff or leg.admitted_s is None or not _take_scores(book, request, leg, event):
+            if leg.has_handoff or leg.admitted_s is None or not _take_scores(book, request, leg, event, now):
                 decode_failed(book, request, leg, ProtocolViolation("log-probabilities out of place"), now, cancel=True)
-        case Tokens():
-            _decode_tokens(book, request, leg, event, now)
         case LegFailed():
             decode_failed(book, request, leg, event.error, now, cancel=False)
         case _:
@@ -167,6 +163,7 @@ def _released_leg_event(book: Book, request: Request, event: LegEvent, now: floa
     leg = request.released
     if isinstance(event, Tokens) and leg is not None and leg.sealed_s is None:
         leg.sealed_s = now
+        _went_on(book, leg, now)
         _note_timings(request, event.timings)
     elif isinstance(event, LeaseEnded):
         book.forget_released(request)
@@ -177,27 +174,30 @@ def _prefill_started(book: Book, request: Request, leg: PlacedPrefill, event: Pr
         prefill_failed(book, request, leg, ProtocolViolation("a second lease"), now, cancel=True)
         return
     leg.lease = HeldLease(event.lease_id, event.source, opened_s=now)
+    _went_on(book, leg, now)
     _began(book, request, leg, event.cached_tokens, now)
 
 
 def _prefill_tokens(book: Book, request: Request, leg: PlacedPrefill, event: Tokens, now: float) -> None:
+    answer = _answer_of(request, event)
     is_token_0 = len(event.token_ids) == 1 and event.position == leg.output_base
-    too_early_or_late = leg.lease is None or event.index in leg.sampled
-    if too_early_or_late or not is_token_0 or not _fits(request, event, book.config.vocab_size):
+    out_of_place = answer is None or leg.lease is None or event.index in leg.sampled or not is_token_0
+    if answer is None or out_of_place or not _fits(request, answer, event, book.config.vocab_size):
         prefill_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
-    if _receive(book, request, leg, event, now):
+    if _receive(book, request, leg, answer, event, now):
         _made_progress(request, Role.PREFILL)
     book.workers.succeeded(leg.worker.worker_id, now)
     _note_timings(request, event.timings)
     leg.sampled.add(event.index)
+    _went_on(book, leg, now)
     leg.num_ended += event.finish is not None
     if len(leg.sampled) == len(request.answers):
         book.seal_prefill(request, now)
         if leg.num_ended == len(request.answers):
             # The source closes the lease at seal.
             book.end_prefill(request, now, "done", cancel=False)
-    _finish_if_over(book, request, event, now)
+    _finish_if_over(book, request, answer, event, now)
 
 
 def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseEnded, now: float) -> None:
@@ -233,6 +233,7 @@ def _lease_ended(book: Book, request: Request, leg: PlacedPrefill, event: LeaseE
 def _decode_admitted(book: Book, request: Request, leg: PlacedDecode, event: DecodeAdmitted, now: float) -> None:
     if leg.admitted_s is None:  # else it was preempted, and has blocks again
         leg.admitted_s = now
+        _went_on(book, leg, now)
     _began(book, request, leg, event.cached_tokens, now)
 
 
@@ -257,6 +258,7 @@ def _import_ready(book: Book, request: Request, leg: PlacedDecode, event: Import
         _handed_over(book, request.prefill, leg, now)
         book.workers.transfer_succeeded(request.prefill.worker, leg.worker.worker_id, now)
         book.release_prefill(request, now)
+        _went_on(book, leg, now)
 
 
 def _handed_over(book: Book, source: PlacedPrefill, leg: PlacedDecode, now: float) -> None:
@@ -297,20 +299,21 @@ def _import_failed(
 
 
 def _decode_tokens(book: Book, request: Request, leg: PlacedDecode, event: Tokens, now: float) -> None:
-    if _is_over(request, event):
+    answer = _answer_of(request, event)
+    if answer is not None and answer.over:
         return  # the worker had said so before it knew
-    if not _fits(request, event, book.config.vocab_size):
+    if answer is None or not _fits(request, answer, event, book.config.vocab_size):
         decode_failed(book, request, leg, ProtocolViolation("token out of place"), now, cancel=True)
         return
     book.announce(request)
-    fresh = _receive(book, request, leg, event, now)
+    fresh = _receive(book, request, leg, answer, event, now)
     book.workers.succeeded(leg.worker.worker_id, now)
-    if fresh and len(request.answers[event.index].output) > leg.output_base + 1:
+    if fresh and len(answer.output) > leg.output_base + 1:
         # Its first token is the prefill's work: a prompt that kills decode workers must not count as progress.
         _made_progress(request, Role.DECODE)
-    if _ends_the_last(request, event):
+    if event.finish is not None and request.open_answers == [answer]:
         book.end_decode(request, now, "done", cancel=False)
-    _finish_if_over(book, request, event, now)
+    _finish_if_over(book, request, answer, event, now)
 
 
 def stop_answer(book: Book, request: Request, place: int, now: float) -> None:
@@ -326,36 +329,28 @@ def _end_answer(book: Book, request: Request, place: int, reason: FinishReason, 
         book.cancel_leg(request.decode.worker, request.decode.leg, place)
 
 
-def _is_over(request: Request, event: Tokens) -> bool:
-    """Returns whether the tokens are of an answer that is complete already."""
-    return 0 <= event.index < len(request.answers) and request.answers[event.index].over
-
-
-def _ends_the_last(request: Request, event: Tokens) -> bool:
-    """Returns whether the event ends the only answer of the request that is not over."""
-    return event.finish is not None and request.open_answers == [request.answers[event.index]]
+def _answer_of(request: Request, event: Tokens) -> PartialAnswer | None:
+    """Returns the answer that the tokens are of; None if the request has no such answer."""
+    return request.answers[event.index] if 0 <= event.index < len(request.answers) else None
 
 
 # Output is merged by position, so that nothing is lost and nothing is repeated
 
 
-def _fits(request: Request, event: Tokens, vocab_size: int) -> bool:
-    """Returns whether the tokens can be this request's.
+def _fits(request: Request, answer: PartialAnswer, event: Tokens, vocab_size: int) -> bool:
+    """Returns whether the tokens can be this answer's.
 
-    They must be of one of its answers, tokens of the model, leave no gap, repeat only what was received, stay within
+    They must be tokens of the model, leave no gap, repeat only what was received, stay within
     `max_tokens`, and not finish before what was received ends; log-probabilities must be one per token, or none. The
     prompt's log-probabilities come before.
     """
-    if not 0 <= event.index < len(request.answers):
-        return False
-    output = request.answers[event.index].output
-    token_ids, have = event.token_ids, len(output)
+    token_ids, have = event.token_ids, len(answer.output)
     end = event.position + len(token_ids)
-    received = output[event.position : end]
+    received = answer.output[event.position : end] if event.position < have else ()
     return (
         not request.awaits_scores
         and 0 <= event.position <= have
-        and token_ids[: len(received)] == tuple(received)
+        and (not received or token_ids[: len(received)] == tuple(received))
         and end <= request.max_tokens
         and (not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size))
         and (event.finish is None or end >= have)
@@ -363,7 +358,9 @@ def _fits(request: Request, event: Tokens, vocab_size: int) -> bool:
     )
 
 
-def _take_scores(book: Book, request: Request, leg: PlacedPrefill | PlacedDecode, event: PromptTokens) -> bool:
+def _take_scores(
+    book: Book, request: Request, leg: PlacedPrefill | PlacedDecode, event: PromptTokens, now: float
+) -> bool:
     """Sends those of the prompt's log-probabilities to the client that it does not have yet: a replay repeats some.
     Returns False if they cannot be this request's."""
     have, end = request.num_scored, event.position + len(event.logprobs)
@@ -373,19 +370,27 @@ def _take_scores(book: Book, request: Request, leg: PlacedPrefill | PlacedDecode
     if fresh:
         book.announce(request)
         request.num_scored = end
+        _went_on(book, leg, now)
         request.output_from |= leg.origins
         book.actions.append(EmitPromptTokens(request.request_id, have, fresh))
     return True
 
 
-def _receive(book: Book, request: Request, leg: PlacedPrefill | PlacedDecode, event: Tokens, now: float) -> bool:
+def _receive(
+    book: Book,
+    request: Request,
+    leg: PlacedPrefill | PlacedDecode,
+    answer: PartialAnswer,
+    event: Tokens,
+    now: float,
+) -> bool:
     """Adds the new tokens to the answer and sends them to the client. Returns False if there were none."""
-    answer = request.answers[event.index]
     have = len(answer.output)
     fresh = event.token_ids[have - event.position :]
     if not fresh:
         return False
     answer.output.extend(fresh)
+    _went_on(book, leg, now)
     request.output_from |= leg.origins
     book.received(request, len(fresh))
     request.setbacks.num_fruitless_starts = 0
@@ -397,8 +402,7 @@ def _receive(book: Book, request: Request, leg: PlacedPrefill | PlacedDecode, ev
     return True
 
 
-def _finish_if_over(book: Book, request: Request, event: Tokens, now: float) -> None:
-    answer = request.answers[event.index]
+def _finish_if_over(book: Book, request: Request, answer: PartialAnswer, event: Tokens, now: float) -> None:
     if event.finish is not None:
         _note_timings(request, event.finish.timings)
         book.finish(request, answer, event.finish.reason, event.finish.stop_token_id, now)

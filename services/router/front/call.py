@@ -1,4 +1,4 @@
-"""Defines a `Call`, which is what a front hands in: who asks, for which model, what, and until when.
+"""Defines a `Call`, which is what a front hands in: who asks, for which model, what (`Incoming`), and until when.
 
 Both fronts, gRPC and HTTP, make a `Call` of each request, and `Intake` knows no other way in.
 """
@@ -8,10 +8,58 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from baton.v1 import inference_pb2
 from services.router.catalogue import ServedModel
-from services.router.front.incoming import Incoming
+from services.router.front.byte_budget import Charge
 from services.router.tenants.gate import Party
 from services.router.tenants.tenant import OPEN, Tenant
+
+_KEPT = (
+    *("request_id", "model", "sampling", "stopping", "response", "priority", "session", "cache_salt"),
+    *("constraint", "n", "tool_choice", "parallel_tool_calls"),
+)
+TOKEN_BYTES = 40
+"""Bytes that a token of a live request takes: an integer, and its place in a tuple."""
+PROMPT_ENTRY_BYTES = 400
+"""Bytes that one log-probability of the prompt takes until the answer is sent, as a message and then in an object for
+JSON."""
+
+
+class Incoming:
+    """Holds a request on its way in, and then what is left of it once its prompt is tokens.
+
+    Code that serves the request passes this object on instead of the message: a stack frame that refers to the message
+    would keep all of it for as long as the request lives. Memory of a protobuf message is only freed as a whole.
+    """
+
+    def __init__(
+        self, request: inference_pb2.GenerateRequest, charge: Charge | None = None, *, has_default_output: bool = False
+    ) -> None:
+        """`charge` is the memory that the request is charged for; the caller ends it. `has_default_output` says that
+        its max_tokens is the front's, since the client named none: then a tenant's smaller cap takes its place."""
+        self.request = request
+        self.charge = charge
+        self.has_default_output = has_default_output
+
+    def tokenised(self, num_tokens: int, num_prompt_entries: int = 0) -> None:
+        """Replaces the message by its parameters alone: no prompt, and no fields that this version does not know.
+
+        `num_prompt_entries` log-probabilities of the prompt are still to come. Raises Overloaded if all of it exceeds
+        the byte budget.
+        """
+        if self.charge is not None:
+            num_bytes = num_tokens * TOKEN_BYTES + num_prompt_entries * PROMPT_ENTRY_BYTES
+            self.charge.become(num_bytes + self.request.constraint.ByteSize())
+        self.request.DiscardUnknownFields()
+        kept = inference_pb2.GenerateRequest()
+        for name in _KEPT:
+            if self.request.HasField(name):
+                value = getattr(self.request, name)
+                if isinstance(value, str | int):
+                    setattr(kept, name, value)
+                else:
+                    getattr(kept, name).CopyFrom(value)
+        self.request = kept
 
 
 @dataclass(frozen=True, slots=True)

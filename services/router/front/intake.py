@@ -26,8 +26,7 @@ from services.router.answer import Answer, echoes_only, num_answers, skips_speci
 from services.router.catalogue import ServedModel
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.front.byte_budget import RETRY_AFTER_S
-from services.router.front.call import Call, Caller
-from services.router.front.incoming import Incoming
+from services.router.front.call import Call, Caller, Incoming
 from services.router.front.tools import constrain_calls, messages_of, output_form, tools_of
 from services.router.front.validation import (
     check_fits_one_message,

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.front.labels import check_label
 from services.router.text.chat import Message, Tool
 from services.router.text.output.families import NONE, ModelForms
 from services.router.text.output.form import PLAIN, OutputForm
 from services.router.text.output.grammar import call_grammar
 from services.rpc.constraints import MAX_GRAMMAR_BYTES, check_constraint
 from services.rpc.json_schemas import MAX_SCHEMA_BYTES, check_json_schema
+from services.rpc.parameters import check_label
 
 MAX_TOOLS = 128
 MAX_CALLS = 128

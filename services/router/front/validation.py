@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.front.labels import check_label
 from services.router.front.tools import chat_texts, check_chat, check_tools
 from services.router.text.model_facts import ModelFacts
 from services.rpc.constraints import check_constraint
-from services.rpc.parameters import MAX_ANSWERS, MAX_LOGPROBS, check_sampling, check_stopping, within
+from services.rpc.parameters import MAX_ANSWERS, MAX_LOGPROBS, check_label, check_sampling, check_stopping, within
 
 MAX_MESSAGES = 1024
 MAX_PROMPT_TOKENS = 1 << 20

@@ -7,8 +7,13 @@ objectives (`slo`).
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core import errors
@@ -17,10 +22,9 @@ from services.router.coordinator.events import FinishReason
 from services.router.telemetry.recent_requests import RecentRequest, RecentRequests
 from services.router.telemetry.slo import Grade, grade, grade_failed
 from services.router.telemetry.timelines import TokenTimes
-from services.router.telemetry.token_counts import TokenCounts
 from services.router.telemetry.tracing import error_outcome
 from services.rpc import names
-from services.rpc.prometheus import DURATION_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
+from services.rpc.prometheus import DURATION_BUCKETS, INTER_TOKEN_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
 from services.rpc.status import CODES
 
 _MODEL = "model"
@@ -33,6 +37,8 @@ _OUTCOMES = [
     *sorted({errors.BatonError.reason.lower(), *(kind.reason.lower() for kind in CODES)}),
 ]
 
+_BOUNDS = (*map(str, INTER_TOKEN_BUCKETS), "+Inf")
+_NONE = [0] * len(_BOUNDS)
 _PARK_OUTCOMES = ("done", "refused", "failed")
 
 
@@ -174,13 +180,9 @@ class ModelMetrics:
         self.totals.num_prompt_tokens += num_prompt_tokens
         self.prompt_tokens.inc(num_prompt_tokens)
 
-    def tokens(self, num_tokens: int) -> None:
+    def tokens(self, num_tokens: int, gap_s: float | None) -> None:
         self.totals.num_output_tokens += num_tokens
-        self._tokens.add(num_tokens)
-
-    def between_tokens(self, seconds: float, times: int = 1) -> None:
-        """Notes a time between one token and the next, and how often it occurred."""
-        self._tokens.observe(seconds, times)
+        self._tokens.add(num_tokens, gap_s)
 
     def finished(self, reason: FinishReason) -> None:
         self.totals.num_ended += 1
@@ -243,14 +245,10 @@ class RequestRecord:
         """Notes output tokens of an answer that arrived together; the time between them counts as 0."""
         if num_tokens < 1:
             return
-        self._metrics.tokens(num_tokens)
         if self.times.first_s is None:
             ttft_s = now - self._arrived_s
             self._metrics.graded("ttft", grade(ttft_s, self._metrics.targets_s["ttft"]))
-        if (gap_s := self.times.add(num_tokens, now, index)) is not None:
-            self._metrics.between_tokens(gap_s)
-        if num_tokens > 1:
-            self._metrics.between_tokens(0.0, num_tokens - 1)
+        self._metrics.tokens(num_tokens, self.times.add(num_tokens, now, index))
 
     def finished(self, reason: FinishReason, timings: types_pb2.PhaseTimings, now: float) -> None:
         elapsed_s, metrics = now - self._arrived_s, self._metrics
@@ -292,3 +290,65 @@ class RequestRecord:
                 failed,
             )
         )
+
+
+class ModelTokenCounts:
+    """Counts one model's output tokens and the times between them. Use it on the event loop only.
+
+    The library's own counters take a lock for each of three values, which costs as much as all the rest that the router
+    counts of a token. These are plain numbers that the event loop alone changes; a scrape, in another thread, copies
+    them.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.buckets = [0] * len(_BOUNDS)
+        """How many times between tokens fall between a bound and the one before it."""
+        self.sum_s = 0.0
+
+    def add(self, num_tokens: int, gap_s: float | None) -> None:
+        """Counts tokens of an answer that came together, `gap_s` seconds after the one before them; None if there is
+        none. The time between them counts as 0."""
+        self.num_tokens += num_tokens
+        self.buckets[0] += num_tokens - 1
+        if gap_s is not None:
+            self.buckets[bisect_left(INTER_TOKEN_BUCKETS, gap_s)] += 1
+            self.sum_s += gap_s
+
+
+class TokenCounts(Collector):
+    def __init__(self, registry: CollectorRegistry, label: str) -> None:
+        """`label` is the one that names the model."""
+        self._models: dict[str, ModelTokenCounts] = {}
+        self._label = label
+        registry.register(self)
+
+    def of(self, model_id: str) -> ModelTokenCounts:
+        return self._models.setdefault(model_id, ModelTokenCounts())
+
+    def buckets(self) -> list[int]:
+        """Returns how many times between tokens of any model fall between a bound (`INTER_TOKEN_BUCKETS`, then none)
+        and the one before it."""
+        return [sum(counts) for counts in zip(_NONE, *(each.buckets for each in self._models.values()), strict=True)]
+
+    def forget(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+
+    def describe(self) -> Iterator[Metric]:
+        yield from self._families({})
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families(dict(self._models))
+
+    def _families(self, models: dict[str, ModelTokenCounts]) -> tuple[Metric, Metric]:
+        tokens = CounterMetricFamily(
+            names.Metric.OUTPUT_TOKENS, "Output tokens passed on to clients", labels=[self._label]
+        )
+        between = HistogramMetricFamily(
+            names.Metric.INTER_TOKEN_SECONDS, "Between one token and the next, seconds", labels=[self._label]
+        )
+        for model_id, counts in models.items():
+            tokens.add_metric([model_id], counts.num_tokens)
+            cumulative = accumulate(list(counts.buckets))
+            between.add_metric([model_id], list(zip(_BOUNDS, cumulative, strict=True)), counts.sum_s)
+        return tokens, between

@@ -11,12 +11,14 @@ an output would be lost, and it returns nothing for 100 broken bytes in a row (t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 
 from tokenizers import Tokenizer
 
 from services.core.ids import random_hex
+from services.core.records import record
 from services.router.panics import panics_are_errors
 from services.router.text.output.form import PLAIN, OutputForm, OutputParser
 from services.router.text.output.parts import CallPart, Parsed
@@ -45,8 +47,9 @@ class Detokeniser:
     ) -> None:
         """`marks` are given out in place of these special tokens, which would be skipped. `before` are the tokens that
         the text continues, up to the end of a character."""
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._decode: Callable[[list[int]], str] = panics_are_errors(
+            functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        )
         self._marks = marks or {}
         self._context: list[int] = []
         """The tokens whose text was returned last."""
@@ -83,10 +86,6 @@ class Detokeniser:
         else:
             self._context, self._context_text = self._held, self._decode(self._held)
         self._held = []
-
-    @panics_are_errors
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip))
 
 
 def num_begun(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
@@ -154,7 +153,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Piece:
     """Holds what some tokens add to an output."""
 
@@ -234,12 +233,12 @@ class TextStream:
 
     def _found(self, token_id: int, *, is_stop: bool) -> tuple[str, str | None]:
         """Returns what the next token makes certain, and the stop string that it completes, if any."""
+        self._num_tokens += 1
+        if not is_stop and token_id not in self._marks and token_id not in self._hidden:
+            return self._finder.push(self._detokeniser.push(token_id), counts=self._counts)
         before = self._detokeniser.flush() if is_stop else ""
         own = self._detokeniser.push(token_id)
-        self._num_tokens += 1
         mark = self._marks.get(token_id)
-        if mark is None and token_id not in self._hidden and not is_stop:
-            return self._finder.push(own, counts=self._counts)
         if is_stop:
             own += self._detokeniser.flush()
         if mark is not None or token_id in self._hidden:

@@ -9,7 +9,7 @@ router has ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from services.core.clock import Clock
 from services.core.errors import NoWorker, WorkerFailed
@@ -26,14 +26,21 @@ _REPEATED_LEAVE_S = 30.0
 
 
 class Drains:
-    def __init__(self, coordinator: Coordinator, clock: Clock, act: Callable[[], None]) -> None:
-        """`act` performs the actions that the coordinator asks for."""
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        clock: Clock,
+        act: Callable[[], None],
+        until: Callable[[Callable[[], bool]], Awaitable[None]],
+    ) -> None:
+        """`act` performs the actions that the coordinator asks for; `until` returns when a condition holds, at which it
+        looks after each `act`."""
         self._coordinator = coordinator
         self._clock = clock
         self._act = act
+        self._until = until
         self._gone: dict[int, asyncio.Future[str]] = {}
         """Why each worker was lost, by incarnation; an empty text if it left in order."""
-        self._changed = asyncio.Event()
 
     async def run(self, link: WorkerLink | None, worker_id: str, deadline_s: float) -> tuple[int, int]:
         """Drains a worker. Returns the numbers of requests (finished there, moved) when the worker has left.
@@ -49,9 +56,7 @@ class Drains:
         num_requests, num_moved = len(set(worker.legs.values())), 0
         try:
             async with asyncio.timeout(deadline_s):
-                while worker.legs and not gone.done():
-                    self._changed.clear()
-                    await self._changed.wait()
+                await self._until(lambda: not worker.legs or gone.done())
         except TimeoutError:
             if not gone.done():
                 num_moved = self._coordinator.migrate(worker_id, self._clock.now())
@@ -70,10 +75,6 @@ class Drains:
             raise WorkerFailed(f"worker {worker_id!r} was lost while it drained: {reason}")
 
     # What the conductor reports
-
-    def changed(self) -> None:
-        """Notes that legs may have ended."""
-        self._changed.set()
 
     def link_opened(self, link: WorkerLink) -> None:
         """Asks a draining worker to leave again, if it is back from a broken session that may have lost the request."""

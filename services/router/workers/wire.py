@@ -215,11 +215,13 @@ def verdicts(num_of: Mapping[int, int]) -> list[worker_pb2.Verdict]:
     return [worker_pb2.Verdict(incarnation=incarnation, number=number) for incarnation, number in num_of.items()]
 
 
-def leg_event(event: worker_pb2.LegEvent) -> LegEvent:
-    """Returns the event. It has one of the kinds that this router knows."""
+def leg_event(event: worker_pb2.LegEvent) -> LegEvent | None:
+    """Returns the event; None for one of a newer worker's protocol."""
     match event.WhichOneof("event"):
         case "tokens":
             return _tokens(event.tokens)
+        case None:
+            return None
         case "prompt_tokens":
             return _prompt_tokens(event.prompt_tokens)
         case "prefix_brought":
@@ -277,7 +279,8 @@ def _prompt_tokens(message: worker_pb2.PromptTokens) -> PromptTokens | LegFailed
 
 
 def _tokens(message: types_pb2.SequenceTokens) -> Tokens | LegFailed:
-    if not are_logprobs(message.logprobs):
+    logprobs = tuple(message.logprobs)
+    if logprobs and not are_logprobs(logprobs):
         return LegFailed(message.leg, ProtocolViolation("log-probabilities that are none"))
     finish = None
     if message.HasField("finish"):
@@ -291,7 +294,7 @@ def _tokens(message: types_pb2.SequenceTokens) -> Tokens | LegFailed:
         message.leg,
         message.position,
         tuple(message.token_ids),
-        tuple(message.logprobs),
+        logprobs,
         finish,
         timings(message.timings) if message.HasField("timings") else None,
         message.index,

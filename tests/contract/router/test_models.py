@@ -16,8 +16,7 @@ from baton.v1 import control_pb2, inference_pb2
 from services.core.errors import UnknownModel
 from services.core.ids import new_incarnation
 from services.router.catalogue import UNUSED_S
-from services.router.front.call import Call, Caller
-from services.router.front.incoming import Incoming
+from services.router.front.call import Call, Caller, Incoming
 from tests.support.cluster import CONFIG, Cluster, code_of, read, request
 from tests.support.patience import HANG_S
 from tests.support.scripted_worker import MODEL_ID, TEXT, ScriptedWorker

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from services.core.errors import BatonError, ContextLengthExceeded, NoWorker, WorkerFailed
-from services.router.answer import Answer
+from services.router.answer import Answer, Room
 from services.router.coordinator.actions import EmitFinished, EmitStarted, Summary
 from services.router.coordinator.events import FinishReason
-from services.router.front.call import Call, Caller
+from services.router.front.call import Call, Caller, Incoming
 from services.router.front.http import completions
 from services.router.front.http.answers import TokenTexts
 from services.router.front.http.body import Body
 from services.router.front.http.generation import answer_all
 from services.router.front.http.reply import Reply, http_error
-from services.router.front.incoming import Incoming
 from tests.support.http_client import events
 from tests.support.text_model import byte_tokenizer
 
@@ -60,16 +59,15 @@ class Door:
 
 
 class Client:
-    """Takes a message only while it reads, as a connection whose buffers are full does."""
+    """Has room for messages only while it reads, as a connection whose buffers are full does."""
 
     def __init__(self) -> None:
-        self.reading = asyncio.Event()
-        self.is_waited_for = False
+        self.room = Room()
+        self.room.is_there = False
         self.messages: list[Any] = []
 
     async def send(self, message: Any) -> None:
-        self.is_waited_for = not self.reading.is_set()
-        await self.reading.wait()
+        assert self.room.is_there, "nobody waits for a client"
         self.messages.append(message)
 
     @property
@@ -87,15 +85,15 @@ class Called:
     def __init__(self, **fields: Any) -> None:
         self.door, self.client = Door(), Client()
         call = completions.read_call(Body({"prompt": PROMPTS, **fields}), TokenTexts(TOKENIZER))
-        self.reply = Reply(self.client.send)
-        take = call.writer("call", "m", self.reply).take
+        self.reply = Reply(self.client.send, self.client.room)
+        write = call.writer("call", "m", self.reply).write
         door: Any = self.door
         no_model: Any = None
 
         def call_of(incoming: Incoming) -> Call:
             return Call(Caller(traceparent="t"), no_model, incoming, timeout_s=3.0, stream=call.options.stream)
 
-        self.task = asyncio.create_task(answer_all(door, call.prompts, "call", take, call_of))
+        self.task = asyncio.create_task(answer_all(door, call.prompts, "call", write, call_of))
 
     async def admitted(self) -> None:
         await turns(lambda: self.door.inside.keys() == NAMES)
@@ -126,13 +124,16 @@ async def settled() -> None:
 async def test_what_a_slow_client_misses_comes_together() -> None:
     called = Called(stream=True)
     await called.admitted()
+    called.client.room.made()
     called.tokens(A)
-    await settled()
-    assert called.client.is_waited_for
+    num_sent = len(called.client.messages)
+    called.client.room.is_there = False
     called.tokens(B * 50)
     for name in NAMES:
         called.door.finish(name)
-    called.client.reading.set()
+    await settled()
+    assert len(called.client.messages) == num_sent
+    called.client.room.made()
     await called.task
     *chunks, done = events(called.client.body)
     assert done == "[DONE]"
@@ -151,18 +152,18 @@ async def test_a_failure_while_the_client_does_not_read(began: bool, failing: st
     called = Called(stream=True)
     await called.admitted()
     if began:
-        called.client.reading.set()
+        called.client.room.made()
         called.tokens(A)
-        await turns(lambda: len(called.client.messages) == 4)
-        called.client.reading.clear()
+        assert len(called.client.messages) == 4, "each event is sent in the turn in which it comes"
+        called.client.room.is_there = False
     called.tokens(B)
     await settled()
-    assert called.client.is_waited_for
+    assert len(called.client.messages) == (4 if began else 0)
     called.door.inside[failing].failed(WorkerFailed("no use"))
     with pytest.raises(WorkerFailed) as caught:
         await called.task
     assert called.door.inside == {}
-    called.client.reading.set()
+    called.client.room.made()
     await called.reply.failed(http_error(caught.value))
     if began:
         *chunks, last = events(called.client.body)
@@ -177,7 +178,7 @@ async def test_a_failure_while_the_client_does_not_read(began: bool, failing: st
 )
 async def test_nothing_is_written_before_all_are_admitted(error: BatonError) -> None:
     called = Called(stream=True)
-    called.client.reading.set()
+    called.client.room.made()
     called.door.waits_for["call-2"] = asyncio.get_running_loop().create_future()
     await turns(lambda: len(called.door.inside) == 2)
     called.tokens(A)
@@ -195,7 +196,7 @@ async def test_nothing_is_written_before_all_are_admitted(error: BatonError) -> 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_choices_are_in_the_order_of_the_prompts_whoever_ends_first(stream: bool) -> None:
     called = Called(stream=stream)
-    called.client.reading.set()
+    called.client.room.made()
     await called.admitted()
     called.tokens(A)
     for name in sorted(NAMES, reverse=True):
@@ -225,7 +226,7 @@ async def test_a_client_that_is_gone_ends_all() -> None:
     await called.admitted()
     called.tokens(A)
     await settled()
-    assert called.client.is_waited_for
+    assert called.client.messages == []
     called.task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await called.task

@@ -111,7 +111,8 @@ def test_a_draining_worker_that_changes_its_roles_is_asked_to_leave_again() -> N
     bench.join("w", Role.PREFILL)
     asked: list[float] = []
     link: Any = SimpleNamespace(info=bench.infos["w"], send_leave=asked.append)
-    drains = Drains(bench.coordinator, bench.clock, lambda: None)
+    nobody_waits: Any = None
+    drains = Drains(bench.coordinator, bench.clock, lambda: None, nobody_waits)
     drains.link_opened(link)
     assert not asked
     bench.coordinator.drain("w", bench.now)

@@ -9,9 +9,8 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from services.router.answer import Answer, append_chunk
 from services.router.catalogue import Catalogue
 from services.router.coordinator.progress import LiveProgress
-from services.router.front.call import Call, Caller
+from services.router.front.call import Call, Caller, Incoming
 from services.router.front.grpc.key import tenant_of
-from services.router.front.incoming import Incoming
 from services.router.front.intake import Intake
 from services.router.front.progress import message
 from services.router.tenants.gate import Gate

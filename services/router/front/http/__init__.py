@@ -18,8 +18,7 @@ router.
     answers.py      calls of completions and chats, and their answers as one JSON object or as the events of a stream
     prompt_scores.py  log-probabilities of prompts, in OpenAI's form and in vLLM's
     text_places.py  where the tokens of an answer begin in its text
-    keepalive.py    comments in a stream that is silent for long
-    reply.py        what goes out: JSON, events, errors and their statuses
+    reply.py        what goes out: JSON, events, comments in a stream that is silent for long, errors and their statuses
 
 Ranges are checked where gRPC's are (services/router/front/validation.py); here only types are.
 """

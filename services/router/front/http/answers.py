@@ -2,25 +2,26 @@
 
 An `HttpCall` has requests as the router knows them, each with the `Style` in which its endpoint writes choices. A
 writer makes one JSON object of all answers, or the chunks of one stream; no event is written before the first token, so
-an error until then is reported by the status, unless a wait was long (keepalive.py). Owns: what is written when, and
+an error until then is reported by the status, unless a wait was long (`kept_alive`). Owns: what is written when, and
 the usage of all answers together. Never: bytes on the wire (reply.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from baton.v1 import inference_pb2, types_pb2
-from services.router.answer import AnswerEvent, append_chunk
+from services.router.answer import Answer, AnswerEvent, append_chunk
 from services.router.coordinator.progress import LiveProgress
+from services.router.front.call import Incoming
 from services.router.front.http.parameters import StreamOptions
 from services.router.front.http.prompt_scores import PromptScores, finite, name_of
 from services.router.front.http.reply import Reply, dump, dump_in_turns
-from services.router.front.incoming import Incoming
 from services.router.text.token_texts import TokenTexts
 
 Json = dict[str, Any]
@@ -162,8 +163,8 @@ def _for_each_choice(call: HttpCall, make: Callable[[], _Kept]) -> dict[Place, _
 class Writer(Protocol):
     """Writes what is answered to one call."""
 
-    async def take(self, index: int, event: AnswerEvent) -> None:
-        """Takes an event of the prompt with that index. Returns once the client's connection has room for more."""
+    async def write(self, index: int, answer: Answer) -> None:
+        """Writes the answer to the prompt with that index. Returns when all of it was taken; raises its error."""
         ...
 
 
@@ -188,6 +189,10 @@ class _Whole:
         self._choices: dict[Place, bytes] = {}
         self._turn = asyncio.Lock()
         """Is held while a choice is encoded: many may be complete at once."""
+
+    async def write(self, index: int, answer: Answer) -> None:
+        async for event in answer:
+            await self.take(index, event)
 
     async def take(self, index: int, event: AnswerEvent) -> None:
         prompt = self._call.prompts[index]
@@ -245,20 +250,20 @@ class _Stream:
         envelope = _envelope(call, call.objects.chunk, request_id, model_id)
         self._head = dump(envelope).removesuffix(b"}") + b',"choices":['
         """Every event begins so: only its choices are encoded anew."""
+        self._styles = [prompt.styles for prompt in call.prompts]
         self._usages = _for_each_choice(call, inference_pb2.Usage)
         self._unopened = set(self._usages)
         self._unfinished = set(self._usages)
         self._has_begun = False
-        # While a client does not read, one answer waits for it and the others for their turns, each with a single
-        # event; later events are collected in the answers' own buffers.
-        self._turn = asyncio.Lock()
 
-    async def take(self, index: int, event: AnswerEvent) -> None:
-        async with self._turn:
-            if events := self._events(index, event):
-                await self._reply.events(events)
-            if not self._unfinished:
-                await self._reply.done()
+    async def write(self, index: int, answer: Answer) -> None:
+        await answer.pass_on(functools.partial(self._take, index), self._reply.room)
+        if not self._unfinished:
+            await self._reply.done()
+
+    def _take(self, index: int, event: AnswerEvent) -> None:
+        if events := self._events(index, event):
+            self._reply.events(events)
 
     def _events(self, index: int, event: AnswerEvent) -> list[bytes]:
         """Returns the JSON of each event that the client is sent."""
@@ -266,9 +271,10 @@ class _Stream:
         match event:
             case inference_pb2.Chunk():
                 place = (index, event.index)
-                delta = prompt.styles[event.index].delta(event)
+                delta = self._styles[index][event.index].delta(event)
                 opening = [] if delta is None else self._opening(place)
-                self._usages[place].output_tokens += len(event.token_ids)
+                if self._call.options.continuous_usage:
+                    self._usages[place].output_tokens += len(event.token_ids)
                 return [] if delta is None else [*opening, self._chunk(delta)]
             case inference_pb2.PromptInfo():
                 prompt.style.scores.begin(event.token_ids)
@@ -282,7 +288,7 @@ class _Stream:
                 opening = self._opening(place)
                 self._usages[place].CopyFrom(event.usage)
                 self._unfinished.remove(place)
-                closing = prompt.styles[event.index].closing(Ending.of(event, prompt.request))
+                closing = self._styles[index][event.index].closing(Ending.of(event, prompt.request))
                 return [*opening, self._chunk(closing), *self._last()]
 
     def _opening(self, place: Place) -> list[bytes]:
@@ -290,7 +296,7 @@ class _Stream:
             return []
         self._unopened.remove(place)
         index, answer = place
-        opening = self._call.prompts[index].styles[answer].opening()
+        opening = self._styles[index][answer].opening()
         return [] if opening is None else [self._chunk(opening)]
 
     def _last(self) -> list[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
+from services.router.front.call import Incoming
 from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt, chat_logprobs
 from services.router.front.http.body import Body, as_list, as_record
 from services.router.front.http.content import REFUSAL, ROLES, as_content
@@ -18,7 +19,6 @@ from services.router.front.http.parameters import (
 )
 from services.router.front.http.prompt_scores import PromptScores
 from services.router.front.http.tools import call_deltas, calls, name_in_chats, read_calls, read_tools
-from services.router.front.incoming import Incoming
 from services.router.front.validation import MAX_MESSAGES
 from services.router.text.token_texts import TokenTexts
 
@@ -132,7 +132,7 @@ class ChatStyle:
             delta["content"] = chunk.text
         if chunk.tool_calls:
             delta["tool_calls"] = call_deltas(chunk.tool_calls)
-        listed = self.scores.listed(chunk) if chunk.token_ids else {}
+        listed = self.scores.listed(chunk) if self.scores.tokens.are_listed and chunk.token_ids else {}
         return {**self._choice(delta, logprobs), **listed} if delta or listed else None
 
     def closing(self, ending: Ending) -> Json:

@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
+from services.router.front.call import Incoming
 from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt
 from services.router.front.http.body import Body, as_text, as_whole, bounded
 from services.router.front.http.parameters import (
@@ -19,7 +20,6 @@ from services.router.front.http.parameters import (
 )
 from services.router.front.http.prompt_scores import PromptScores, completion_logprobs
 from services.router.front.http.text_places import TextPlaces
-from services.router.front.incoming import Incoming
 from services.router.front.validation import MAX_PROMPT_TOKENS
 from services.router.text.token_texts import TokenTexts
 
@@ -135,7 +135,7 @@ class CompletionStyle:
 
     def delta(self, chunk: inference_pb2.Chunk) -> Json | None:
         logprobs = self._told(chunk)
-        listed = self.scores.listed(chunk) if chunk.token_ids else {}
+        listed = self.scores.listed(chunk) if self.scores.tokens.are_listed and chunk.token_ids else {}
         if not (chunk.text or logprobs or listed):
             return None
         return {**self._choice(chunk.text, logprobs), **listed, **self._first()}

@@ -22,8 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.core.addresses import network_of
+from services.router.answer import Room
 from services.router.front.http.connections import Connections, ConnectionStage
-from services.router.front.http.reply import REQUEST_ID, HttpError, plain_error, printable_header, refuse
+from services.router.front.http.reply import DIRECT, REQUEST_ID, ROOM, HttpError, plain_error, printable_header, refuse
 from services.rpc.certificates import Certificates
 
 log = logging.getLogger(__name__)
@@ -225,7 +226,8 @@ class BoundedConnection(asyncio.Protocol):
         self.stage = ConnectionStage.SILENT
         self.requests = Requests()
         self.transport: asyncio.Transport
-        self._uvicorn = HttpToolsProtocol(app_state={**app_state, _KEY: self}, **others)
+        self._room = Room()
+        self._uvicorn = HttpToolsProtocol(app_state={**app_state, _KEY: self, ROOM: self._room}, **others)
         self._loop = asyncio.get_running_loop()
         self._all = connections
         self._certificates = certificates
@@ -291,11 +293,13 @@ class BoundedConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._blocked_since_s = self._loop.time()
+        self._room.is_there = False
         self._uvicorn.pause_writing()
 
     def resume_writing(self) -> None:
         self._blocked_since_s = None
         self._uvicorn.resume_writing()
+        self._room.made()
 
     def advance(self) -> None:
         """Passes on what has come of the first request, and drops those that are done with."""
@@ -367,6 +371,7 @@ class Bounds:
         request = connection.requests.all[0]
         if scope["http_version"] == "1.0":
             send = _unframed(scope, send, connection.transport)
+        scope["state"][DIRECT] = send
 
         async def noted(message: Message) -> None:
             request.is_started = True

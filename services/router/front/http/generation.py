@@ -22,23 +22,21 @@ from starlette.types import Receive, Scope, Send
 from services.core.addresses import network_of
 from services.core.errors import BatonError, InvalidKey, InvalidRequest, forget_frames
 from services.core.printable import printable
-from services.router.answer import Answer, AnswerEvent
+from services.router.answer import Answer
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.front.byte_budget import ByteBudget
-from services.router.front.call import Call, Caller, Together
+from services.router.front.call import Call, Caller, Incoming, Together
 from services.router.front.http.answers import Writer
 from services.router.front.http.body import Body, BodyLimits, no_json, read_body
-from services.router.front.http.keepalive import kept_alive
-from services.router.front.http.reply import REQUEST_ID, Reply, http_error
-from services.router.front.incoming import Incoming
+from services.router.front.http.reply import DIRECT, REQUEST_ID, ROOM, Reply, http_error, kept_alive
 from services.router.front.intake import Intake
-from services.router.front.labels import check_label
 from services.router.front.progress import words
 from services.router.tenants.gate import Gate
 from services.router.tenants.quota import demand_together
 from services.router.tenants.tenant import Tenant
 from services.router.text.token_texts import TokenTexts
 from services.rpc.logging import ids
+from services.rpc.parameters import check_label
 
 
 class AskedPrompt(Protocol):
@@ -74,19 +72,19 @@ class EndpointCall(Protocol):
         ...
 
 
-Take = Callable[[int, AnswerEvent], Awaitable[None]]
-"""Takes an event of the prompt with that index. Until it returns, that prompt's answer keeps the events that follow."""
+Write = Callable[[int, Answer], Awaitable[None]]
+"""Writes the answer to the prompt with that index."""
 
 
 async def answer_all(
     intake: Intake,
     prompts: Sequence[AskedPrompt],
     request_id: str,
-    take: Take,
+    write: Write,
     call_of: Callable[[Incoming], Call],
     submitted: Callable[[Answer], object] = lambda answer: None,
 ) -> None:
-    """Submits the prompts, each as the call that `call_of` makes of it, and passes their answers to `take`.
+    """Submits the prompts, each as the call that `call_of` makes of it, and has their answers written by `write`.
 
     `submitted` is told of each answer that begins. Raises the error of the first prompt that fails, with its field as
     the client wrote it.
@@ -103,8 +101,7 @@ async def answer_all(
                 await admitted.wait()
                 if len(prompts) > 1:
                     group.create_task(fail_with(answer, prompt), name=f"http prompt {index}, its end")
-                async for event in answer:
-                    await take(index, event)
+                await write(index, answer)
 
     async def fail_with(answer: Answer, prompt: AskedPrompt) -> None:
         """Raises the error that ends this answer, even while its own prompt waits for a client that does not read."""
@@ -193,7 +190,7 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         request_id = headers[REQUEST_ID]
-        reply = Reply(send)
+        reply = Reply(send, scope["state"][ROOM], scope["state"][DIRECT])
         if (refusal := no_json(headers)) is not None:
             await reply.failed(refusal)
             return
@@ -218,7 +215,7 @@ class Generation:
                     self._intake,
                     call.prompts,
                     request_id,
-                    call.writer(request_id, model.model_id, reply).take,
+                    call.writer(request_id, model.model_id, reply).write,
                     lambda incoming: Call(
                         caller,
                         model,

@@ -6,6 +6,7 @@ loop for long.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from baton.v1 import inference_pb2, types_pb2
@@ -72,13 +73,17 @@ class PromptScores:
         no such lists."""
         self._texts = texts
         self.tokens = tokens
-        self.places = TextPlaces(texts)
-        """Where the output's tokens begin in the text: behind those of the prompt, if OpenAI's lists have these."""
         self._num_echoed = num_echoed
         self._num_top = num_top
         self._token_ids: Sequence[int] = ()
         self._lists: dict[str, list[object]] | None = None
         self._entries: list[object] | None = None
+
+    @functools.cached_property
+    def places(self) -> TextPlaces:
+        """Returns where the output's tokens begin in the text: behind those of the prompt, if OpenAI's lists have
+        these."""
+        return TextPlaces(self._texts)
 
     def ask(self, response: inference_pb2.ResponseOptions) -> None:
         """Asks for what the lists need."""

@@ -1,23 +1,25 @@
 """Sends one response: JSON at once, or events as they arrive; and errors, at any point of it.
 
 Owns: the form on the wire, and the one table from `core/errors.py` to statuses and OpenAI's error object. Never: what
-an answer contains, or which error it is; that is decided where it is for gRPC. Sending waits while a slow client has
-not read what was sent before.
+an answer contains, or which error it is; that is decided where it is for gRPC. A part of a stream is sent while the
+client has room, and waits for nothing; all else waits while a slow client has not read what was sent before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Send
 
 from services.core import errors
+from services.router.answer import Room
 from services.rpc.status import retry_after_s, to_status
 
 
@@ -123,6 +125,8 @@ def _param(field: str) -> str:
 
 
 REQUEST_ID = "x-request-id"
+ROOM, DIRECT = "room", "send"
+"""Where a scope's state has the client's `Room`, and what `send` comes to: the layers between add only headers."""
 _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
 _EVENT_HEADERS = {
@@ -135,6 +139,10 @@ _LINE_ENDS_AS_TEXT = ("\x85", "\u2028", "\u2029")
 _LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in _LINE_ENDS_AS_TEXT}
 _DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+# What `_ENCODER.encode` makes anew for each object, which takes longer than its work.
+_encode: Callable[[object, int], Iterable[str]] = json.encoder.c_make_encoder(  # type: ignore[attr-defined]
+    None, None, json.encoder.encode_basestring, None, ":", ",", False, False, False
+)
 _PARTS_AT_ONCE = 4096
 """Pieces of JSON that are made in one turn of the event loop, about a millisecond's work."""
 
@@ -154,13 +162,16 @@ async def refuse(send: Send, error: HttpError) -> None:
 
 
 class Reply:
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, room: Room | None = None, direct: Send | None = None) -> None:
+        """`room` is the client's, for streams: None for one that always has room. `direct` sends what needs no
+        headers; None: as `send`."""
+        self.room = room or Room()
         self._send = send
+        self._direct = direct or send
         self._started = False
         self._ended = False
-        self._turn = asyncio.Lock()
-        """Is held while a part of a stream is sent: comments come beside the rest."""
-        self.touched_s = asyncio.get_running_loop().time()
+        self._time = asyncio.get_running_loop().time
+        self.touched_s = self._time()
         """When a part was last begun, or a comment due, on the event loop's clock."""
         self.write_error: Callable[[HttpError], bytes] = _error_event
         """Makes what ends a stream that has begun and fails."""
@@ -178,49 +189,74 @@ class Reply:
 
     async def _whole(self, body: bytes, status: int, headers: Mapping[str, str]) -> None:
         await self._start(status, {"content-type": _JSON, "content-length": str(len(body)), **headers})
-        await self._body(body, more=False)
+        await self._send({"type": "http.response.body", "body": body})
 
-    async def events(self, payloads: Sequence[bytes]) -> None:
+    def events(self, payloads: Sequence[bytes]) -> None:
         """Sends events. `payloads` are their data, each of which `dump` has made, so that it is one line."""
-        await self.framed([b"data: %b\n\n" % payload for payload in payloads])
+        self.part(b"".join([b"data: %b\n\n" % payload for payload in payloads]))
 
-    async def framed(self, events: Sequence[bytes], *, more: bool = True) -> None:
-        """Sends events as they are on the wire."""
-        await self._part(b"".join(events), more=more)
+    def comment(self, words: str) -> None:
+        """Sends a comment, which clients of event streams ignore, if the client has room for it."""
+        self.touched_s = self._time()
+        if self.room.is_there and not self._ended:
+            self.part(f": {words}\n\n".encode())
 
-    async def comment(self, words: str) -> None:
-        """Sends a comment, which clients of event streams ignore, unless another part is on its way to the client."""
-        self.touched_s = asyncio.get_running_loop().time()
-        if not self._turn.locked() and not self._ended:
-            await self._part(f": {words}\n\n".encode(), more=True)
+    def part(self, data: bytes) -> None:
+        """Sends a part of a stream as it is on the wire, after the headers. Call it only while the client has room:
+        then no part waits for anything."""
+        self.touched_s = self._time()
+        if not self._started:
+            _at_once(self._start(200, {"content-type": _EVENTS, **_EVENT_HEADERS}))
+        _at_once(self._direct({"type": "http.response.body", "body": data, "more_body": True}))
 
-    async def done(self) -> None:
-        """Ends a stream that is complete."""
-        await self._part(_DONE, more=False)
-
-    async def _part(self, data: bytes, *, more: bool) -> None:
-        """Sends a part of a stream, after its headers."""
-        async with self._turn:
-            self.touched_s = asyncio.get_running_loop().time()
-            self._ended = not more
-            if not self._started:
-                await self._start(200, {"content-type": _EVENTS, **_EVENT_HEADERS})
-            await self._body(data, more=more)
+    async def done(self, last: bytes = _DONE) -> None:
+        """Ends a stream that is complete, once."""
+        if not self._ended:
+            self._ended = True
+            await self._send({"type": "http.response.body", "body": last})
 
     async def failed(self, error: HttpError) -> None:
         """Sends the error with its status, or, in a stream, as an event that ends it without [DONE]."""
         if not self._started:
             await self.json(error.body, error.status, error.headers)
         else:
-            await self._body(self.write_error(error), more=False)
+            await self._send({"type": "http.response.body", "body": self.write_error(error)})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
         self._started = True
 
-    async def _body(self, data: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+@contextlib.asynccontextmanager
+async def kept_alive(reply: Reply, every_s: float, words: Callable[[], str]) -> AsyncIterator[None]:
+    """Sends a comment with these words whenever nothing was sent for `every_s` seconds within the block; 0: never."""
+    task = asyncio.create_task(_keep_alive(reply, every_s, words), name="http keepalive") if every_s else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # where the client is gone, that is noticed elsewhere
+
+
+async def _keep_alive(reply: Reply, every_s: float, words: Callable[[], str]) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        left_s = reply.touched_s + every_s - loop.time()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
+        else:
+            reply.comment(words())
+
+
+def _at_once(sending: Any) -> None:
+    """Runs a coroutine that waits for nothing."""
+    try:
+        sending.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a client that has room is waited for")
 
 
 def _error_event(error: HttpError) -> bytes:
@@ -229,7 +265,7 @@ def _error_event(error: HttpError) -> bytes:
 
 def dump(payload: Mapping[str, Any]) -> bytes:
     """Returns JSON in UTF-8, on a single line by every definition of a line that clients use."""
-    return _on_one_line(_ENCODER.encode(payload)).encode()
+    return _on_one_line("".join(_encode(payload, 0))).encode()
 
 
 async def dump_in_turns(payload: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,6 @@ from services.core.clock import Clock
 from services.core.config import DAY_S
 from services.core.errors import InvalidRequest, UnknownRequest
 from services.router.catalogue import Catalogue
-from services.router.front.labels import MAX_LABEL_CHARS
 from services.router.front.operator.explanation_messages import explained
 from services.router.front.operator.timeline_messages import now_of, told
 from services.router.status import components_of, pair_status, pairs, status
@@ -20,6 +19,7 @@ from services.router.telemetry.slo import Objectives
 from services.router.telemetry.timelines import Timelines
 from services.router.workers.description import check_worker_id
 from services.rpc.interceptors import CallContext
+from services.rpc.parameters import MAX_LABEL_CHARS
 
 FULL_NAME = "baton.v1.ControlService"
 DEFAULT_DRAIN_MS = 30_000

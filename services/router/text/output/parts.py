@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from services.core.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallPart:
     """Is a part of a call of a tool, as it becomes known: first its id and name, then its arguments' text."""
 
@@ -18,7 +19,7 @@ class CallPart:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Parsed:
     """Holds what became known with a piece of the output. What it has of each kind is in order; between kinds the
     order is that of the fields, since an output has them in this order."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
+from services.router.front.call import Incoming
 from services.router.front.http.answers import Writer
 from services.router.front.http.body import Body, as_record, as_text, bounded
 from services.router.front.http.constraints import FIELDS, read_text_format
@@ -26,7 +27,6 @@ from services.router.front.http.reply import Reply
 from services.router.front.http.responses.input import read_input
 from services.router.front.http.responses.writer import ResponseStreamWriter, ResponseWriter
 from services.router.front.http.tools import read_tools
-from services.router.front.incoming import Incoming
 from services.router.text.token_texts import TokenTexts
 
 MAX_METADATA = 16

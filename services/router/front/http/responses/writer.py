@@ -1,7 +1,7 @@
 """Writes a response: as one JSON object, or as a stream of events, each with its number and its type.
 
 No event is written before the first token, so an error until then is reported by the status (unless a wait was long,
-keepalive.py); one that comes later ends the stream with `response.failed`. Owns: the response around its items, and its
+`kept_alive`); one that comes later ends the stream with `response.failed`. Owns: the response around its items, and its
 usage. Never: the items (output.py), or bytes on the wire (reply.py).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from baton.v1 import inference_pb2, types_pb2
-from services.router.answer import AnswerEvent
+from services.router.answer import Answer, AnswerEvent
 from services.router.front.http.answers import Json
 from services.router.front.http.reply import HttpError, Reply, dump
 from services.router.front.http.responses.output import OutputEvent, ResponseOutput
@@ -33,20 +33,17 @@ class ResponseWriter:
         }
         self._output = ResponseOutput(request_id)
 
-    async def take(self, index: int, event: AnswerEvent) -> None:
-        match event:
-            case inference_pb2.Chunk():
-                await self._tell(self._output.add(event))
-            case inference_pb2.Completion():
-                is_cut = event.finish_reason == types_pb2.FINISH_REASON_LENGTH
-                await self._tell(self._output.end(is_cut=is_cut))
-                await self._finish(self._response("incomplete" if is_cut else "completed", event.usage))
+    async def write(self, index: int, answer: Answer) -> None:
+        async for event in answer:
+            match event:
+                case inference_pb2.Chunk():
+                    self._output.add(event)
+                case inference_pb2.Completion():
+                    self._output.end(is_cut=_is_cut(event))
+                    await self._reply.json(self._ended(event))
 
-    async def _tell(self, events: Iterable[OutputEvent]) -> None:
-        """Sends events, if the client is to have them."""
-
-    async def _finish(self, response: Json) -> None:
-        await self._reply.json(response)
+    def _ended(self, completion: inference_pb2.Completion) -> Json:
+        return self._response("incomplete" if _is_cut(completion) else "completed", completion.usage)
 
     def _response(
         self, status: str, usage: inference_pb2.Usage | None = None, error: Mapping[str, str] | None = None
@@ -79,17 +76,27 @@ class ResponseStreamWriter(ResponseWriter):
         self._num_sent = 0
         reply.write_error = self._failed
 
-    async def _tell(self, events: Iterable[OutputEvent]) -> None:
+    async def write(self, index: int, answer: Answer) -> None:
+        await answer.pass_on(self._take, self._reply.room)
+        await self._reply.done(b"")
+
+    def _take(self, event: AnswerEvent) -> None:
+        match event:
+            case inference_pb2.Chunk():
+                self._tell(self._output.add(event))
+            case inference_pb2.Completion():
+                events = self._output.end(is_cut=_is_cut(event))
+                response = self._ended(event)
+                self._tell([*events, (response["status"], {"response": response})])
+
+    def _tell(self, events: Iterable[OutputEvent]) -> None:
         told = list(events)
         if told and not self._num_sent:
             # Written before the items that `told` may have completed.
             begun = {"response": {**self._response("in_progress"), "output": []}}
             told = [("created", begun), ("in_progress", begun), *told]
         if told:
-            await self._reply.framed([self._framed(kind, fields) for kind, fields in told])
-
-    async def _finish(self, response: Json) -> None:
-        await self._reply.framed([self._framed(response["status"], {"response": response})], more=False)
+            self._reply.part(b"".join([self._framed(kind, fields) for kind, fields in told]))
 
     def _failed(self, error: HttpError) -> bytes:
         """Returns the event that ends a stream which has begun."""
@@ -102,3 +109,7 @@ class ResponseStreamWriter(ResponseWriter):
         payload = dump({"type": kind, "sequence_number": self._num_sent, **fields})
         self._num_sent += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), payload)
+
+
+def _is_cut(completion: inference_pb2.Completion) -> bool:
+    return completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
