@@ -102,4 +102,6 @@ async def test_no_task_of_a_link_is_left(peer: Peer | None, closed: bool, caplog
             _, left = await asyncio.wait(left, timeout=HANG_S)
         assert not left
         gc.collect()
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    # gRPC also says what it still had to tell to the loops of tests that are over.
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not [error for error in errors if error.startswith("Task ")]
