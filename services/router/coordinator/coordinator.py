@@ -421,7 +421,7 @@ class Coordinator:
     @property
     def queue_share(self) -> float:
         """Returns how full the queue is, from 0 to 1."""
-        return len(self._book.queue) / max(1, self._config.max_queue)
+        return len(self._book.queue) / max(1, self.config.max_queue)
 
     def context_tokens(self) -> int:
         """Returns the longest sequence, in tokens, that any worker with a past or present session could hold, if the
