@@ -93,7 +93,7 @@ def test_an_image_holds_what_is_pinned_and_no_compiler(image: str, name: str) ->
 
 
 def test_generate_from_the_host(stack: Stack, tmp_path: Path) -> None:
-    flags = ["--target", stack.target, "--prompt", "The sea is", "--max-tokens", "8", "--json"]
+    flags = ["--target", stack.target, "--raw", "--prompt", "The sea is", "--max-tokens", "8", "--json"]
     process = baton(["generate", *flags], tmp_path)
     assert process.returncode == 0, process.stderr
     answer = json.loads(process.stdout)
