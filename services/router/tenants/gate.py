@@ -24,9 +24,8 @@ from services.core.printable import printable
 from services.router.tenants.keys import KeyRing
 from services.router.tenants.quota import Quota
 from services.router.tenants.tenant import OPEN, Tenant
-from services.router.tenants.tenants_file import read_tenants
+from services.router.tenants.tenants_file import MOST_BYTES, read_tenants
 from services.router.tenants.wrong_keys import WrongKeys
-from services.router.tenants.yaml_nodes import MOST_BYTES
 from services.rpc.authentication import RefusalLog
 
 log = logging.getLogger(__name__)
