@@ -50,14 +50,12 @@ def measure(other: Path, model: str, path: str, repeats: int, settings: AgainstS
         time.sleep(2.0)
         taken: list[list[float]] = []
         for _ in range(repeats):
-            before, num_before = [cpu_s(router) for router in routers], client.num_tokens()
+            before_s, before = [cpu_s(router) for router in routers], client.num_tokens()
             time.sleep(settings.window_s)
-            # The streams of both have a token in each step.
-            num_each = (client.num_tokens() - num_before) / len(routers)
-            taken.append(
-                [(cpu_s(router) - then) * 1e6 / num_each for router, then in zip(routers, before, strict=True)]
-            )
-        client.check()
+            used_s = [cpu_s(router) - then for router, then in zip(routers, before_s, strict=True)]
+            client.check()
+            came = [now - then for now, then in zip(client.num_tokens(), before, strict=True)]
+            taken.append([seconds * 1e6 / number for seconds, number in zip(used_s, came, strict=True)])
     what, (here, there) = f"{settings.streams} streams over HTTP", zip(*taken, strict=True)
     return [
         Figure(f"{what}: this checkout's router, CPU a token", "us", here),

@@ -5,7 +5,8 @@ Over HTTP each stream has a connection, as most clients' do. Over gRPC some conn
 are read as HTTP/2 has them (RFC 9113), since a gRPC library would cost more than the router.
 
 `python -m benchmarks.router_streams.client` reads commands from its input, a line each: `open N` opens N further
-streams, `counts` prints how many have had a token and how many tokens there are, `end` closes all and writes the times.
+streams, `counts` prints how many have had a token and how many tokens came from each address, `end` closes all and
+writes the times.
 """
 
 from __future__ import annotations
@@ -224,11 +225,12 @@ class Client:
                 commanded = True
         return commanded
 
-    def counts(self) -> dict[str, int | str]:
+    def counts(self) -> dict[str, int | str | list[int]]:
+        number = len(self._addresses)
         return {
             "open": sum(bool(stream.times_s) and not stream.ended for stream in self.streams),
             "done": sum(stream.ended == "done" for stream in self.streams),
-            "tokens": sum(len(stream.times_s) for stream in self.streams),
+            "tokens": [sum(len(stream.times_s) for stream in self.streams[at::number]) for at in range(number)],
             "failure": next(
                 (
                     f"{stream.request_id} after {len(stream.times_s)} tokens: {stream.ended}"

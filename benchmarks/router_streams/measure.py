@@ -288,13 +288,13 @@ class _Client:
         if (counts := self._counts())["open"] != self._num_wanted:
             raise RuntimeError(f"not all streams run: {counts}")
 
-    def num_tokens(self) -> int:
-        """Returns how many tokens all streams have had."""
-        return int(self._counts()["tokens"])
+    def num_tokens(self) -> list[int]:
+        """Returns how many tokens the streams at each router have had."""
+        return list(self._counts()["tokens"])
 
     def settle(self) -> None:
         """Returns when no more tokens come."""
-        before = -1
+        before = [-1]
         while (now := self.num_tokens()) != before:
             before = now
             time.sleep(1.0)

@@ -139,9 +139,9 @@ def does_not_repeat_the_first_token() -> Bug:
 
 
 def emits_repeated_tokens() -> Bug:
-    def receive(book: Any, request: Any, event: Any, now: float) -> bool:
-        have = len(request.output)
-        request.output.extend(event.token_ids)
+    def receive(book: Any, request: Any, leg: Any, answer: Any, event: Any, now: float) -> bool:
+        have = len(answer.output)
+        answer.output.extend(event.token_ids)
         book.actions.append(EmitTokens(request.request_id, have, event.token_ids, event.logprobs))
         return True
 

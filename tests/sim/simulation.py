@@ -180,9 +180,9 @@ def _honest(world: World) -> Iterator[None]:
     (The router only fails the leg, so its client need not notice.)"""
     real = handoff._fits
 
-    def fits(request: Any, event: Any, vocab_size: int) -> bool:
-        fit = real(request, event, vocab_size)
-        world.require(fit, f"{request.request_id}: tokens at {event.position} after {len(request.output)}")
+    def fits(request: Any, answer: Any, event: Any, vocab_size: int) -> bool:
+        fit = real(request, answer, event, vocab_size)
+        world.require(fit, f"{request.request_id}: tokens at {event.position} after {len(answer.output)}")
         return fit
 
     handoff._fits = fits

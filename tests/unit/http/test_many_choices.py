@@ -40,7 +40,7 @@ async def answered(call: HttpCall) -> bytes:
         nonlocal body
         body += message.get("body", b"")
 
-    writer = call.writer("id", "model", Reply(send))
+    writer: Any = call.writer("id", "model", Reply(send))
     entries = [types_pb2.TokenLogprobs(logprob=-1.0, top=TOP)] * NUM_TOKENS
 
     async def prompt(index: int) -> None:
