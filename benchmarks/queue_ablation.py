@@ -106,6 +106,17 @@ def high_priority(seed: int, plan: SimPlan, rate: float, prompt: int) -> Case:
     return plan, arrivals(seed, 300, rate, one)
 
 
+def full_of_high_priority(seed: int) -> Case:
+    """Has high priorities fill a queue of eight all the time, beside a low one that comes now and then."""
+    plan = SimPlan(1, 1, profile=SLOW, router=dataclasses.replace(ROUTER, max_queue=8))
+
+    def one(chance: random.Random) -> TracedRequest:
+        priority = 1 if chance.random() < 0.9 else 0
+        return TracedRequest(0.0, chance.randint(1500, 2500), 8, priority=priority)
+
+    return plan, arrivals(seed, 300, 1.0, one)
+
+
 def overload(seed: int) -> Case:
     """Sends twice what can be served to a queue of 48, of three priorities and two lengths, with deadlines for some."""
 
@@ -182,6 +193,7 @@ def scenarios(azure: Path, mooncake: Path) -> dict[str, Scenario]:
         "two sizes, split auto": lambda seed: two_sizes(seed, SimPlan(2, 2, profile=SMALL, router=auto), 18.0),
         "high priority": lambda seed: high_priority(seed, SimPlan(2, 2, profile=SMALL, router=PATIENT), 24.0, 500),
         "high priority, slow prompts": lambda seed: high_priority(seed, slow, 1.2, 600),
+        "full of high priority": full_of_high_priority,
         "overload": overload,
         "tenants": lambda seed: tenants(seed, PATIENT),
         "tenants, full queue": lambda seed: tenants(seed, dataclasses.replace(ROUTER, max_queue=32)),
@@ -234,6 +246,11 @@ def figures(scenario: Scenario, seeds: int) -> Figures:
         "commands": float(commands["SendLeg"]),
         "placing_us_per_request": 1e6 * sum(spent) / len(served),
     }
+    if len(classes := {each.priority for each in served}) > 1:
+        lowest = [each for each in served if each.priority == min(classes)]
+        found["lowest_class_failed"] = float(sum(bool(each.error) for each in lowest))
+        of_highest = [each.ttft_s for each in served if each.priority == max(classes)]
+        found |= _percentiles("highest_class_ttft_ms", of_highest)
     if len(names := {each.tenant for each in served}) > 1:
         light = min(names, key=lambda name: sum(each.tenant == name for each in served))
         of_light = [each for each in served if each.tenant == light]

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from services.router.coordinator import admission, coordinator, handoff, placement, request, unsplit
+from services.router.coordinator import admission, handoff, placement, queue, unsplit
 from services.router.coordinator.book import Book
 from services.router.coordinator.coordinator import Coordinator
+from services.router.coordinator.queue import Queue, TenantLine, handoff_order
 from services.router.coordinator.request import Phase, Request, Setbacks
-from services.router.coordinator.waiting import TenantLine, Turns
-from services.router.coordinator.walk import Walk
 from services.router.policy import placement as policy_placement
 from services.router.policy.shares import Share, Shares
 
@@ -28,7 +27,7 @@ def _replaced(owner: Any, name: str, new: Any) -> Callable[[], Without]:
 
 
 def _ordered(key: Callable[[int, int, int], tuple[int, int, int]]) -> Callable[[], Without]:
-    return _replaced(request, "order_of", lambda priority, tokens, number: key(-priority, tokens.bit_length(), number))
+    return _replaced(queue, "order_of", lambda priority, tokens, number: key(-priority, tokens.bit_length(), number))
 
 
 def _no_pause() -> Without:
@@ -50,15 +49,39 @@ def _unbounded_walk() -> Without:
     return mock.patch.object(Coordinator, "__init__", patient)
 
 
-def _line_without_turns(self: Walk, line: TenantLine) -> Iterator[Request]:
+def _line_without_turns(self: Queue, line: TenantLine, now: float) -> Iterator[Request]:
     return (each for each in line if each.phase is Phase.QUEUED)
+
+
+def _handoffs_by_priority(self: Queue, now: float) -> Iterator[Request]:
+    return (each for each in sorted(self.parked, key=lambda each: not each.goes_ahead) if each.phase is Phase.PARKED)
+
+
+def _claims_of_handoffs_only() -> Without:
+    claim = Queue.claim
+
+    def claimed(self: Queue, worker_id: str, request: Request) -> None:
+        if request.phase is Phase.PARKED:
+            claim(self, worker_id, request)
+
+    return mock.patch.object(Queue, "claim", claimed)
+
+
+def _kept_from(*, those_of_the_queue: bool) -> Callable[[], Without]:
+    def kept_from(self: Queue, handoff: Request, source_id: str, able: object) -> list[set[str]]:
+        kept = self.for_handoffs.keys() - {source_id}
+        order = handoff_order(handoff)
+        older = {name for name, each in self.claims.items() if handoff_order(each) < order}
+        return [kept | older if those_of_the_queue else kept]
+
+    return _replaced(Queue, "kept_from", kept_from)
 
 
 def _kept_off_for_ever() -> Without:
     beside = placement._beside_shorter
 
     def never(book: Book, request: Request, now: float) -> Any:
-        with mock.patch.object(placement, "has_waited_long", return_value=False):
+        with mock.patch.object(Queue, "has_waited_long", return_value=False):
             return beside(book, request, now)
 
     return mock.patch.object(placement, "_beside_shorter", never)
@@ -87,32 +110,20 @@ MECHANISMS: dict[str, Callable[[], Without]] = {
     "arrival": _ordered(lambda priority, bits, number: (priority, bits, number * 2654435761 % (1 << 32))),
     "back-off": _replaced(Setbacks, "may_ask", lambda *_: True),
     "pause before the last chance": _no_pause,
-    "claims of aged requests": _replaced(Walk, "claim", lambda *_: None),
+    "claims of aged requests": _claims_of_handoffs_only,
     "claims of aged handoffs": _replaced(placement, "_claim", lambda *_: None),
-    "handoffs keep off claimed workers": _replaced(
-        placement, "_claims_to_respect", lambda book, request, source, able, claimed: [claimed - {source.worker_id}]
-    ),
-    "unless their source is claimed": _replaced(
-        placement,
-        "_claims_to_respect",
-        lambda book, request, source, able, claimed: [
-            (claimed - {source.worker_id}) | {name for name, each in book.claims.items() if each.order < request.order}
-        ],
-    ),
-    "aged offers": _replaced(placement, "_with_aged_offers", lambda book: set()),
-    "asked again by any snapshot": _replaced(coordinator, "may_be_asked_again", lambda *_: False),
-    "turns": _replaced(Walk, "_line_in_turn", _line_without_turns),
+    "handoffs keep off claimed workers": _kept_from(those_of_the_queue=False),
+    "unless their source is claimed": _kept_from(those_of_the_queue=True),
+    "a claim lasts until the offer is answered": _replaced(queue, "_is_asked", lambda *_: False),
+    "asked again by any snapshot": _replaced(Queue, "is_news", lambda *_: False),
+    "turns": _replaced(Queue, "_in_turn", _line_without_turns),
     "turns go round the priorities": _replaced(
-        Turns, "order", lambda self, request: (0, request.waiting_since_s, request.number)
+        TenantLine, "turn_order", lambda self, request: (0, request.waiting_since_s, request.number)
     ),
-    "aged handoffs go first": _replaced(
-        placement, "_handoffs_turn", lambda book, request, now: (not request.goes_ahead, False, 0.0)
-    ),
-    "bound on overtaking at a worker": _replaced(Book, "must_not_overtake", lambda self: {}),
+    "aged handoffs go first": _replaced(Queue, "handoffs", _handoffs_by_priority),
+    "bound on overtaking at a worker": _replaced(Queue, "note_sent", lambda *_: None),
     "count of what is passed": _unbounded_walk,
-    "out of reach": _replaced(Walk, "_is_out_of_reach", lambda *_: False),
-    "must go on elsewhere": _replaced(Walk, "must_go_on_elsewhere", lambda *_: False),
-    "the walk is over": _replaced(Walk, "is_over", False),
+    "out of reach": _replaced(Queue, "_passes_over", lambda self, request, now: now < request.setbacks.not_before_s),
     "long prompts keep off": _replaced(
         placement, "_beside_shorter", lambda book, request, now: placement._beside_others(request, request.next_job())
     ),
