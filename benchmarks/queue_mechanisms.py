@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from services.router.coordinator import admission, handoff, placement, queue, unsplit
+from services.router import policy
+from services.router.coordinator import admission, handoff, placement, queue
 from services.router.coordinator.book import Book
 from services.router.coordinator.coordinator import Coordinator
 from services.router.coordinator.queue import Queue, TenantLine, handoff_order
@@ -132,7 +133,7 @@ MECHANISMS: dict[str, Callable[[], Without]] = {
         policy_placement, "_no_decode_room", lambda *_: lambda worker, takers: None
     ),
     "unsplit beside handoffs": _replaced(
-        unsplit.policy, "beside_handoffs", lambda job, workers, handoffs, tokens: list(workers)
+        policy, "beside_handoffs", lambda job, workers, handoffs, tokens: list(workers)
     ),
     "victims": _replaced(admission, "_victims", lambda *_: []),
     "the oldest keeps its place": _nobody_is_too_old_to_lose,
