@@ -13,6 +13,7 @@ from baton.v1 import worker_pb2
 from services.engine.schedule.sequence import Sequence
 from services.router import policy
 from services.router.coordinator.book import Book
+from services.router.coordinator.queue import handoff_order
 from services.router.coordinator.request import Request
 from services.router.coordinator.workers import Worker
 from services.router.policy import PlacementChoice, Source
@@ -63,7 +64,7 @@ def watch_placements(world: World, book: Any) -> None:
     open_decode = book.open_decode
 
     def opening(request: Request, worker: Worker, now: float, choice: PlacementChoice | None = None) -> None:
-        overtaken = [other for other in book.parked if _is_overtaken(book, other, request, worker, now)]
+        overtaken = [other for other in book.queue.parked if _is_overtaken(book, other, request, worker, now)]
         names = [other.request_id for other in overtaken]
         world.require(not names, f"{request.request_id} goes to {worker.info.worker_id} before {names}")
         open_decode(request, worker, now, choice)
@@ -91,7 +92,7 @@ def watch_turns(world: World, coordinator: Any) -> None:
 def _handoffs_turn(book: Book, request: Request, now: float) -> tuple[float, tuple[int, int, int]]:
     """Returns the sort key of handoffs: those that have waited long are first, by their wait."""
     waited_s = now - request.waiting_since_s
-    return (-waited_s if waited_s >= book.config.aging_s else 0.0), request.order
+    return (-waited_s if waited_s >= book.config.aging_s else 0.0), handoff_order(request)
 
 
 def _is_overtaken(book: Book, other: Request, request: Request, worker: Worker, now: float) -> bool:

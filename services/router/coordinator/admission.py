@@ -1,6 +1,6 @@
 """Decides which requests may wait in the queue, and for how long. Pure.
 
-Owns: load shedding and the bounds on waiting. Never: the queue's order (`waiting.py`), or what work costs (`policy`).
+Owns: load shedding and the bounds on waiting. Never: the queue's order (`queue.py`), or what work costs (`policy`).
 
 A request whose deadline cannot be met is refused at once, not when the deadline has passed. If queued work stands in
 the way, the client gets RESOURCE_EXHAUSTED and a time to try again; if even an idle cluster would be too slow, it gets
@@ -26,8 +26,8 @@ from services.core.errors import BatonError, DeadlineExceeded, NoWorker, Overloa
 from services.router.coordinator.book import Book, Outlook
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.coordinator.placement import can_be_served, why_unserved
-from services.router.coordinator.request import Phase, Request, order_of
-from services.router.coordinator.waiting import TenantLine
+from services.router.coordinator.queue import TenantLine, line_order, order_of
+from services.router.coordinator.request import Phase, Request
 from services.router.policy import Ahead, Costs, Work
 
 
@@ -54,7 +54,7 @@ def admit(book: Book, spec: RequestSpec, max_tokens: int, now: float) -> None:
 def end_overdue(book: Book, now: float) -> None:
     """Fails requests whose deadline has passed or that waited too long, and queued ones that cannot finish in time."""
     ringing = [book.requests[key] for key in book.deadlines.due(now)]
-    for request in (*ringing, *book.queue, *book.parked):
+    for request in (*ringing, *book.queue, *book.queue.parked):
         if request.key not in book.requests:
             continue  # it is in two of the lists, or a part of what has just been ended
         with book.isolated("tick", request, now):
@@ -140,7 +140,7 @@ def _victims(
     longest, priority = book.workers.cluster.everyone.longest_sequence, arrival.priority
     queued = [request for line in lines for request in line if not request.output and not request.is_part]
     if len(lines) > 1:
-        queued.sort(key=lambda request: request.queue_order)
+        queued.sort(key=line_order)
     if crowd is not None:
         oldest = min(queued, key=_age, default=None)
         return [request for request in queued if request is not oldest]
@@ -246,7 +246,7 @@ def _outlook(book: Book) -> Outlook:
 
 
 def _look_out(book: Book) -> Outlook:
-    if not len(book.queue) and not len(book.parked) and not book.num_in[Phase.PREFILLING]:
+    if not len(book.queue) and not len(book.queue.parked) and not book.num_in[Phase.PREFILLING]:
         return Outlook()
     left: list[float] = []
     number, prompt_tokens, output_tokens = 0, 0, 0.0
@@ -284,7 +284,7 @@ def _check_deadline(
     line = _Line(book)  # before the work: what is expected of outputs is looked up for it
     work = _work(book, spec.tenant, num_tokens, spec.min_tokens, max_tokens)
     order = order_of(spec.priority, int(work.output_tokens), sys.maxsize)
-    for other in book.queued_before(spec.tenant, spec.model, order):
+    for other in book.queue.before(spec.tenant, spec.model, order, book.shares.get(spec.model)):
         if other.total_tokens <= longest:
             line.add(other)
     error = _deadline_error(book, _costs(book), spec, work, line.ahead(), now, before_s=before_s)

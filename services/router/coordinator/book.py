@@ -31,14 +31,15 @@ from services.router.coordinator.actions import (
     SendLeg,
     Stage,
 )
+from services.router.coordinator.alarms import Alarms
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import ExpectedRequest, FinishReason, Parked, RequestSpec, WorkerInfo
 from services.router.coordinator.output_lengths import OutputLengths
 from services.router.coordinator.prefixes import PrefixSources
+from services.router.coordinator.queue import Queue
 from services.router.coordinator.request import (
     TRANSITIONS,
     HeldLease,
-    Order,
     PartialAnswer,
     Phase,
     PlacedDecode,
@@ -51,7 +52,6 @@ from services.router.coordinator.request import (
     queue_stage,
     summary,
 )
-from services.router.coordinator.waiting import Alarms, FairQueue, WaitList
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
 from services.router.policy import HandoffsInFlight, PlacementChoice, Role, Share, Shares, uncached_tokens
 from services.router.policy.health import HealthRecord
@@ -100,17 +100,9 @@ class Book:
         self.placement_is_due = False
         """Whether a request that waits may find a place now. (`WorkerTable.has_news` says the same of workers.)"""
         self.deadlines: Alarms[str] = Alarms(self.requests)
-        self.queue = FairQueue()
+        self.queue = Queue(config, self.workers)
         self.shares: defaultdict[str, Shares] = defaultdict(Shares)
         """By model."""
-        self.parked = WaitList(lambda request: request.order)
-        self.claims: dict[str, Request] = {}
-        """The workers that aged queued requests have claimed, with the claimant; each pass makes it
-        anew."""
-        self.overtaken_at: set[str] = set()
-        """Workers where prompts that have waited long may have been overtaken as often as they may be."""
-        self.aged_offers: dict[str, Request] = {}
-        """The aged handoff that each worker has been offered without having shown room for it."""
         self.actions: list[Action] = []
         self.legs: dict[int, Request] = {}
         """Current legs, and the last released prefill leg of each request, by leg number."""
@@ -566,7 +558,6 @@ class Book:
         for leg in [leg for leg, other in self.legs.items() if other is request]:
             del self.legs[leg]
         self.queue.discard(request)
-        self.parked.discard(request)
         request.prefill = request.decode = request.park = request.released = None
         request.phase, request.tokens_in_flight, request.tokens_unoffered = Phase.FINISHED, 0, 0
         self._let_go(request)
@@ -612,33 +603,12 @@ class Book:
         prediction = Prediction(blocks, queued_tokens, now, num_sequences=num_sequences)
         if queued_tokens:
             prediction.priority = request.spec.worker_priority(goes_ahead=request.goes_ahead)
-            self._note_overtaken(worker, prediction.priority, now)
+            self.queue.note_sent(worker, prediction.priority, now)
         self.workers.add_leg(worker, leg, request.key, prediction, in_place=in_place)
         if worker.cache is not None and worker.info.roles is not Role.STORE:  # it cannot tell whose blocks it keeps
             spec = request.spec
             worker.cache.expect(spec.block_hashes.get(worker.info.block_size, ()), spec.conversation)
         return leg
-
-    def _note_overtaken(self, worker: Worker, priority: int, now: float) -> None:
-        """Counts a prompt that is sent to the worker, against those that wait there and that it will overtake."""
-        for waiting in worker.predictions.values():
-            has_waited_long = now - waiting.sent_s >= self.config.aging_s
-            if has_waited_long and waiting.priority is not None and waiting.priority < priority:
-                waiting.num_overtaking += 1
-                if waiting.num_overtaking >= self.config.turn_every - 1:
-                    self.overtaken_at.add(worker.info.worker_id)
-
-    def must_not_overtake(self) -> dict[str, int]:
-        """Returns the workers where a prompt was overtaken as often as it may be, with the highest such priority: until
-        the worker has begun it, no higher one is sent there."""
-        found: dict[str, int] = {}
-        for worker_id in self.overtaken_at:
-            predictions = self.workers.get(worker_id).predictions.values() if worker_id in self.workers else ()
-            often = [each for each in predictions if each.num_overtaking >= self.config.turn_every - 1]
-            if often:
-                found[worker_id] = max(each.priority for each in often if each.priority is not None)
-        self.overtaken_at = set(found)
-        return found
 
     def _health_changed(self, worker_id: str, source_id: str, health: HealthRecord) -> None:
         self.actions.append(HealthChanged(worker_id, source_id, health.state, health.reason))
@@ -659,14 +629,14 @@ class Book:
             request.story.queued_s += now - request.phase_since_s
             self.actions.append(queue_stage(request, now, outcome="abandoned" if phase is Phase.FINISHED else "done"))
         elif before is Phase.PARKED:
-            self.parked.remove(request)
+            self.queue.parked.remove(request)
         self.num_in[before] -= 1
         self.num_in[phase] += 1
         request.phase, request.phase_since_s = phase, now
         if phase is Phase.QUEUED:
             self._wait(request)
         elif phase is Phase.PARKED:
-            self.parked.add(request)
+            self.queue.parked.add(request)
         else:
             request.unserved_since_s = None
         if phase in (Phase.QUEUED, Phase.FINISHED):
@@ -699,26 +669,6 @@ class Book:
             del self._expecting[share]
         share.group.leave(share)
 
-    def queued_before(self, tenant: str, model: str, order: Order) -> list[Request]:
-        """Returns the queued requests that would begin before one that came now, of this tenant and of `order` among
-        that tenant's."""
-        shares, found, num_tokens = self.shares.get(model), list[Request](), 0
-        for line in self.queue.lines():
-            if line.share.tenant == tenant:
-                before = line.up_to(order)
-                found += before
-                if shares is not None and shares.get(tenant) is line.share:
-                    num_tokens += sum(len(request.spec.token_ids) for request in before)
-        if shares is None:
-            return found
-        share = shares.get(tenant) or Share(tenant, 1.0, shares)
-        waits = self.queue.waits(model, share)
-        start = max(share.start_after(num_tokens), 0.0 if waits else shares.newest_start)
-        for line in self.queue.lines_of(model):
-            if line.share.tenant != tenant:
-                found += line.starting_by(start)
-        return found
-
     def received(self, request: Request, num_tokens: int) -> None:
         """Charges output to the request's tenant, and counts it as held."""
         request.share.charge_output(num_tokens)
@@ -729,8 +679,7 @@ class Book:
     def forget_idle(self, now: float) -> None:
         """Forgets the shares of tenants that have had no request for some time."""
         for model, shares in list(self.shares.items()):
-            for share in shares.forget_idle(now):
-                self.queue.forget(share)
+            shares.forget_idle(now)
             if not len(shares):
                 del self.shares[model]
 

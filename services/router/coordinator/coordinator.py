@@ -25,7 +25,7 @@ from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import ExpectedRequest, LegEvent, RequestSpec, WorkerInfo
-from services.router.coordinator.placement import give_up_stranded, may_be_asked_again, place_all
+from services.router.coordinator.placement import give_up_stranded, place_all
 from services.router.coordinator.progress import LiveProgress, QueuePlaces, progress_of
 from services.router.coordinator.request import LiveStage, Phase, PlacedPark, Request
 from services.router.coordinator.unsplit import split_break_even
@@ -302,7 +302,7 @@ class Coordinator:
         if not self.placement_is_due:
             return
         book.placement_is_due = book.workers.has_news = False
-        if len(book.parked) or len(book.queue) or not self._ready:  # else no view of a worker needs to be renewed
+        if len(book.queue.parked) or len(book.queue) or not self._ready:  # else no view of a worker needs to be renewed
             self._ready = self._serves() and (self._ready or not self._canaries.checking)
         with book.isolated("placement", None, now):
             place_all(book, now)
@@ -447,7 +447,7 @@ class Coordinator:
         if load is not None:
             with self._book.isolated("event", None, now):
                 self._take_snapshot(worker, load, now)
-            if may_be_asked_again(self._book, worker, now):
+            if self._book.queue.is_news(worker.info.worker_id, now):
                 self._book.placement_is_due = True
 
     def _take_snapshot(self, worker: Worker, load: Load, now: float) -> None:

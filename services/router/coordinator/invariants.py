@@ -46,7 +46,7 @@ def check(book: Book) -> None:
         assert worker.predictions.keys() <= worker.legs.keys()
     _check_shares(book)
     waiting = [request for request in book.requests.values() if request.phase is Phase.PARKED]
-    assert list(book.parked) == sorted(waiting, key=book.parked.order)
+    assert list(book.queue.parked) == sorted(waiting, key=book.queue.parked.order)
 
 
 def _check_shares(book: Book) -> None:

@@ -33,12 +33,12 @@ def park_if_due(book: Book, request: Request, now: float) -> None:
 
     The handoff of a mixed worker stays there, since that worker can adopt it without a copy.
     """
-    leg = request.prefill
-    if leg is None or leg.sealed_s is None or leg.worker.roles is not Role.PREFILL or request.park is not None:
+    leg, workers = request.prefill, book.workers.cluster.everyone
+    if not workers.has_stores or leg is None or leg.sealed_s is None or leg.worker.roles is not Role.PREFILL:
         return
-    if now - max(leg.sealed_s, request.waiting_since_s) < book.config.park_after_s:
+    if request.park is not None or now - max(leg.sealed_s, request.waiting_since_s) < book.config.park_after_s:
         return
-    workers, ranking = book.workers.cluster.everyone, Ranking()
+    ranking = Ranking()
     source = Source(leg.worker.worker_id, leg.worker.host_id, leg.worker.fingerprint)
     job = request.job(len(leg.token_ids))
 

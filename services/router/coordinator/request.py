@@ -50,8 +50,6 @@ Origin = int | str
 """Who may have computed what a leg has: a worker, by its incarnation, or, of what was found in a cache, any worker of a
 `kv` fingerprint."""
 
-Order = tuple[int, int, int]
-
 
 @dataclass(slots=True)
 class HeldLease:
@@ -315,19 +313,6 @@ class Request:
         return [answer for answer in self.answers if not answer.over]
 
     @property
-    def order(self) -> Order:
-        """Returns the sort key of handoffs and of claims. It does not change while a handoff waits, and says nothing of
-        lengths: a worker that has refused a handoff keeps room for the oldest."""
-        return order_of(self.spec.worker_priority(goes_ahead=self.goes_ahead), 0, self.number)
-
-    @property
-    def queue_order(self) -> Order:
-        """Returns the sort key among its tenant's requests in the queue: one that has output, whose client waits for
-        the next token, comes before its equals. It does not change while the request is there."""
-        expected_tokens = 0 if self.output or self.is_part else self.expected_output_tokens
-        return order_of(self.spec.priority, expected_tokens, self.number)
-
-    @property
     def total_tokens(self) -> int:
         """Returns the most tokens that the sequence may have, prompt and output together."""
         return len(self.spec.token_ids) + self.max_tokens
@@ -382,12 +367,6 @@ class Request:
         if self._first_job is None:
             self._first_job = self.job(len(self.spec.token_ids))
         return self._first_job
-
-
-def order_of(priority: int, expected_output_tokens: int, number: int) -> Order:
-    """Returns a request's sort key where it waits: a higher priority comes first; among equals a shorter expected
-    output, unless the longer is less than twice as long or so; and then an earlier arrival."""
-    return (-priority, expected_output_tokens.bit_length(), number)
 
 
 # What is reported of a request: where it is, spans, and the summary.

@@ -12,7 +12,6 @@ from services.router import policy
 from services.router.coordinator.attempt import Attempt
 from services.router.coordinator.book import Book
 from services.router.coordinator.request import Request
-from services.router.coordinator.walk import Walk, is_aged
 from services.router.policy import HandoffsInFlight, Ranking, Role, Split, WhyNot, WhySplit, WorkerSubset, WorkerView
 
 
@@ -23,19 +22,19 @@ def must_run_unsplit(book: Book, job: policy.Job) -> bool:
     return not fit.can_hand_over or (book.config.split is Split.NEVER and bool(fit.decoders))
 
 
-def start_unsplit(book: Book, request: Request, job: policy.Job, left: WorkerSubset, walk: Walk) -> bool:
+def start_unsplit(book: Book, request: Request, job: policy.Job, left: WorkerSubset, now: float) -> bool:
     """Starts the sequence, which must run unsplit, on a decode worker.
 
     Returns False if no decode worker has room; an aged request then claims the nearest one.
     """
-    start = _UnsplitStart(book, request, job, left, walk)
+    start = _UnsplitStart(book, request, job, left, now)
     if start.worker_id is not None:
         could_be_split = book.workers.cluster.everyone.fit(job).can_hand_over
         start.open(policy.Unsplit(policy.WhyUnsplit.NEVER) if could_be_split else None)
         return True
     start.note_wait()
-    if is_aged(book, request, walk.now) and (nearest := policy.nearest_to_room(job, None, start.able)) is not None:
-        walk.claim(nearest, request)
+    if book.queue.is_aged(request, now) and (nearest := policy.nearest_to_room(job, None, start.able)) is not None:
+        book.queue.claim(nearest, request)
     return False
 
 
@@ -56,7 +55,7 @@ class Weighed:
 
 
 def weigh_unsplit(
-    book: Book, request: Request, job: policy.Job, left: WorkerSubset, walk: Walk, prefill_id: str | None
+    book: Book, request: Request, job: policy.Job, left: WorkerSubset, prefill_id: str | None, now: float
 ) -> Weighed:
     """Compares what it costs to run all of the sequence on a decode worker with what it costs to run its prompt on
     `prefill_id`: None if no prefill worker has room now."""
@@ -67,16 +66,16 @@ def weigh_unsplit(
         return Weighed()
     if not source.load.ms_per_prefill_token:
         return Weighed(policy.SplitAfterAll(WhySplit.UNKNOWN))
-    start = _UnsplitStart(book, request, job, left, walk, beside=book.unoffered_handoffs)
+    start = _UnsplitStart(book, request, job, left, now, beside=book.unoffered_handoffs)
     if start.worker_id is None:
         return Weighed(policy.SplitAfterAll(WhySplit.NO_ROOM))
-    taker_id = _taker(book, job, source, left, walk.now) or start.worker_id
+    taker_id = _taker(book, job, source, left, now) or start.worker_id
     copied = left.view(taker_id).uncached_tokens(job)
-    handoff_ms = book.workers.handoff_ms(source.as_prefill, taker_id, copied, walk.now)
+    handoff_ms = book.workers.handoff_ms(source.as_prefill, taker_id, copied, now)
     costs = policy.split_costs(job, source, left.view(start.worker_id), handoff_ms, book.output_lengths.median or 1)
     if costs is None or costs.splits:
         if prefill_id is not None:
-            book.workers.handoff_tried(prefill_id, taker_id, walk.now)
+            book.workers.handoff_tried(prefill_id, taker_id, now)
         why = WhySplit.UNKNOWN if costs is None else WhySplit.CHEAPER
         return Weighed(policy.SplitAfterAll(why, start.worker_id, costs))
     return Weighed(None, start, policy.Unsplit(costs.why_unsplit, source.worker_id, costs))
@@ -118,22 +117,22 @@ class _UnsplitStart:
         request: Request,
         job: policy.Job,
         left: WorkerSubset,
-        walk: Walk,
+        now: float,
         beside: HandoffsInFlight | None = None,
     ) -> None:
         """`beside` are handoffs whose room it must not take; one that has no other way need not wait for these."""
         self.able = left.able(job, None)
-        roomy = [view for view in self.able if view.worker_id not in walk.for_handoffs]
+        roomy = [view for view in self.able if view.worker_id not in book.queue.for_handoffs]
         if beside is not None:
             roomy = policy.beside_handoffs(job, roomy, beside, book.output_lengths.median or 1)
         roomy_ids = {view.worker_id for view in roomy}
 
         def obstacle(view: WorkerView) -> WhyNot | None:
-            if not request.setbacks.may_ask(view, walk.now):
+            if not request.setbacks.may_ask(view, now):
                 return WhyNot.REFUSED
             if view.worker_id in roomy_ids:
                 return None
-            if view.worker_id in walk.for_handoffs:
+            if view.worker_id in book.queue.for_handoffs:
                 return WhyNot.CLAIMED
             return policy.decode_shortage(job, None, view) or WhyNot.RESERVED
 
@@ -141,9 +140,8 @@ class _UnsplitStart:
         askable = policy.sift(self.able, obstacle, self._ranking.noted)
         config = book.config.policy
         lenders = left.lenders(config)
-        self.worker_id = policy.place_decode(job, None, askable, walk.now, config, self._ranking, lenders)
-        self._attempt = Attempt(book, request, policy.PlacedPhase.UNSPLIT, job, None, left, walk.now)
-        self._walk = walk
+        self.worker_id = policy.place_decode(job, None, askable, now, config, self._ranking, lenders)
+        self._attempt = Attempt(book, request, policy.PlacedPhase.UNSPLIT, job, None, left, now)
 
     def open(self, unsplit: policy.Unsplit | None = None) -> None:
         """Starts it there. `unsplit` says why, if its prompt could have run apart."""
@@ -151,7 +149,6 @@ class _UnsplitStart:
         attempt = self._attempt
         book, choice = attempt.book, attempt.choice(self.worker_id, self._ranking, unsplit)
         book.open_decode(attempt.request, book.workers.get(self.worker_id), attempt.now, choice)
-        self._walk.note_start()
 
     def note_wait(self) -> None:
         self._attempt.note_wait(self._ranking)

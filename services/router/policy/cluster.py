@@ -132,6 +132,7 @@ class WorkerSubset:
         """Tokens of the longest sequence that these workers could serve if they were idle: prompt and output."""
         self.decoder_ids = frozenset([view.worker_id for view in views if view.roles.can_decode])
         """The decode workers, ready or not."""
+        self.has_stores = any(Role.STORE in view.roles for view in views)
         self._cluster = cluster
         self._worker_ids = [view.worker_id for view in views]
         self._fits: dict[tuple[str, int, int, frozenset[str], Fingerprint | None, bool, frozenset[str]], Fit] = {}

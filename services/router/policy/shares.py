@@ -2,7 +2,7 @@
 than its share. Pure.
 
 Owns: the tenants' counters, by VTC (Sheng et al., OSDI 2024, arXiv 2401.00588), and what each has placed. Never:
-requests, the order in which one tenant's are served (`coordinator/waiting.py`), or what follows from a share
+requests, the order in which one tenant's are served (`coordinator/queue.py`), or what follows from a share
 (`placement.py`).
 
 A tenant's counter grows by what it is served, divided by its weight, and the waiting tenant with the least goes next.
@@ -125,16 +125,14 @@ class Shares:
             share.idle_since_s = self._now
             self._idle[share.tenant] = None
 
-    def forget_idle(self, now: float) -> list[Share]:
-        """Forgets tenants that have had no request for `RECENT_S`, and returns them. To be called now and then."""
-        self._now, gone = max(self._now, now), list[Share]()
+    def forget_idle(self, now: float) -> None:
+        """Forgets tenants that have had no request for `RECENT_S`. To be called now and then."""
+        self._now = max(self._now, now)
         while (tenant := next(iter(self._idle), None)) is not None:
             if self._now - self._shares[tenant].idle_since_s < RECENT_S:
                 break
             del self._idle[tenant]
-            gone.append(self._shares.pop(tenant))
-        self.weight -= sum(_millionths(share.weight) for share in gone)
-        return gone
+            self.weight -= _millionths(self._shares.pop(tenant).weight)
 
     def check(self) -> None:
         """Raises AssertionError if a sum is not what is found anew. For tests and the simulator."""

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from services.router.coordinator import walk
 from services.router.coordinator.events import DecodeRefused, FinishReason
+from services.router.coordinator.queue import Queue
 from services.router.coordinator.request import Phase
 from services.router.policy import Role
 from tests.support.router_bench import BUSY, Bench, started, tokens
@@ -102,8 +102,8 @@ def test_what_waits_costs_a_walk_over_it_and_not_more(bench: Bench, monkeypatch:
     for seconds in (0.01, AGING_S):
         for _ in range(EVERY):
             stream.serve(seconds)
-        looked_at = mock.Mock(side_effect=walk.has_waited_long)
-        monkeypatch.setattr(walk, "has_waited_long", looked_at)
+        looked_at = mock.create_autospec(Queue.has_waited_long, side_effect=Queue.has_waited_long)
+        monkeypatch.setattr(Queue, "has_waited_long", looked_at)
         bench.coordinator._book.placement_is_due = True
         bench.coordinator.place(bench.now)
         assert looked_at.call_count <= 310

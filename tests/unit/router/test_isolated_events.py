@@ -172,8 +172,7 @@ def wrapped(wrap: Callable[[str, Any], Any]) -> Iterator[None]:
 
 
 def _takes_a_request(function: Any) -> bool:
-    is_sort_key = function is placement._handoffs_turn  # it compares two numbers
-    return "request" in inspect.signature(function).parameters and function.__name__ not in END_IT and not is_sort_key
+    return "request" in inspect.signature(function).parameters and function.__name__ not in END_IT
 
 
 def _of_the_poisoned(arguments: tuple[Any, ...]) -> bool:

@@ -22,7 +22,7 @@ def test_a_handoff_before_the_claimant_takes_the_room_that_it_claims() -> None:
         bench.load(worker_id, blocks_active=64 - free, blocks_free=free, num_running=1)
     bench.submit("claimant", 400)
     bench.wait(1.2)
-    assert bench.coordinator._book.claims.keys() == {"d1"}
+    assert bench.coordinator._book.queue.claims.keys() == {"d1"}
     bench.submit("first", 20, priority=1)
     prefill = bench.take_leg(Role.PREFILL)
     assert prefill.spec.request_id == "first"
