@@ -65,7 +65,7 @@ $(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt 
 	@test ! -e $(BIN)/python && test ! -L $(BIN)/python || $(BIN)/python -c $(IS_NEW_ENOUGH) 2>/dev/null || { \
 		test $$? = 3 && what="was made by a Python older than 3.11" || what="has a Python that does not run"; \
 		echo "$(VENV) $$what. Remove it, and it is made anew: rm -r $(VENV)" >&2; exit 1; }
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) scripts/patiently.py $(PYTHON) -m venv $(VENV)
 # Of what is installed little is ever imported: that is compiled then, and not all of it here, which took 40 s.
 	$(PIP_INSTALL) --editable '.[worker]'
 	touch $@
