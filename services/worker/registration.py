@@ -28,6 +28,8 @@ _MAX_INTERVAL_S = 1.0
 _MIN_INTERVAL_S = 0.02
 """Lower bound of the seconds between registrations, whatever interval a router asks for."""
 _FIRST_PAUSE_S = 0.25
+_TOLD_FAILURES = 3
+"""Failed attempts in a row after which a router that was there is told to be lost: after about a second."""
 _MAX_PAUSE_S = 2.0
 _CALL_TIMEOUT_S = 2.0
 
@@ -122,7 +124,7 @@ class _Router:
         self.num_failures = 0
         """Failed attempts in a row."""
         self._state: int | str | None = None
-        """The router's incarnation, or the code of the last failure; None before the first answer."""
+        """The router's incarnation, or the code of the failure that was last told; None before the first answer."""
 
     def answered(self, incarnation: int) -> None:
         self.num_failures = 0
@@ -132,9 +134,10 @@ class _Router:
 
     def failed(self, code: str, details: str) -> None:
         self.num_failures += 1
-        before, self._state = self._state, code
-        if before == code:
+        # A router that has ended in order is gone for a moment before this worker is told to stop as well.
+        if self._state == code or (isinstance(self._state, int) and self.num_failures < _TOLD_FAILURES):
             return
+        before, self._state = self._state, code
         if isinstance(before, int):
             log.warning("router %s lost: %s %s", self.address, code, details)
         elif code == "UNAVAILABLE":

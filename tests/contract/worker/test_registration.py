@@ -114,7 +114,7 @@ async def test_health_says_whether_a_router_has_it(model: Path, caplog: pytest.L
             await becomes(host, SERVING)
             await first.aclose()
             await becomes(host, NOT_SERVING)
-            assert told(caplog, f"router {door.server.address} lost: UNAVAILABLE") == 1
+            await until(lambda: told(caplog, f"router {door.server.address} lost: UNAVAILABLE") == 1, "it says so")
             async with registry(port):
                 await becomes(host, SERVING)
                 assert told(caplog, "joined router") == 2
