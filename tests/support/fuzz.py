@@ -151,16 +151,23 @@ def batches(cases: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def staying(data: bytes, kind: type[Message]) -> bytes:
-    """Returns the same bytes unless they tell the worker to leave: it would, and with it the rest of the test."""
-    message = kind()
+    """Returns the same bytes unless they tell the worker to leave, or of processes that computed wrong.
+
+    It would leave, and with it the rest of the test. And a verdict is believed: whoever has the cluster's token is
+    trusted for intent, and what may have come from that process is ended, everybody's.
+    """
+    message: Any = kind()
     try:
         message.ParseFromString(data)
     except DecodeError:
         return data
-    if message.WhichOneof("message") != "leave":
+    if message.WhichOneof("message") == "leave":
+        message.ClearField("leave")
+    elif message.WhichOneof("message") == "heartbeat" and message.heartbeat.verdicts:
+        del message.heartbeat.verdicts[:]
+    else:
         return data
-    message.ClearField("leave")
-    return message.SerializePartialToString()
+    return bytes(message.SerializePartialToString())
 
 
 def fields_of(message: Message) -> dict[str, Any]:

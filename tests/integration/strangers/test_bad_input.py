@@ -100,7 +100,6 @@ CASES: list[tuple[str, Callable[[Any], Any], str | None, grpc.StatusCode]] = [
             ("sampling.temperature", -0.1),
             ("sampling.temperature", NAN),
             ("sampling.temperature", INF),
-            ("sampling.top_p", 0.0),
             ("sampling.top_p", 1.5),
             ("sampling.top_p", NAN),
             ("sampling.top_k", -1),

@@ -15,7 +15,8 @@ CACHED = 48
 
 
 async def cached(cluster: Cluster, file: TenantsFile, tenant: str, salt: str = "") -> int:
-    call = cluster.inference.GenerateStream(greedy_request(PROMPT, 2, cache_salt=salt), metadata=file.metadata(tenant))
+    request = greedy_request(PROMPT, 2, **({"cache_salt": salt} if salt else {}))
+    call = cluster.inference.GenerateStream(request, metadata=file.metadata(tenant))
     answer = await receive(call)
     assert answer.prompt_info is not None
     return answer.prompt_info.cached_tokens

@@ -51,6 +51,7 @@ OF_THEIR_OWN = {
     "cost_per_hour": "a profile's is 1 in any unit, a worker's is in a currency",
     "slo_ttft_ms": "baton simulate judges what no router has seen",
     "slo_tpot_ms": "as slo_ttft_ms",
+    "seconds": "of a trace, or of measuring",
     "plot": "each draws something else",
 }
 """Names that mean something else, or have another default, in another command, and why."""

@@ -136,7 +136,7 @@ def test_a_router_counts_those_as_ready_of_which_its_status_says_so() -> None:
         )
 
     workers = [worker(Health.UP), worker(Health.DOWN), worker(Health.NEW), worker(Health.UP, ejection="slow")]
-    conductor = SimpleNamespace(coordinator=SimpleNamespace(workers=lambda: workers))
+    conductor = SimpleNamespace(coordinator=SimpleNamespace(workers=SimpleNamespace(all=lambda: workers)))
     catalogue: Any = SimpleNamespace(all=lambda: [SimpleNamespace(conductor=conductor)], phases=Counter)
     requests: Any = SimpleNamespace(num_accepted=0, num_ended=0, num_output_tokens=0)
     figures = of_router.read(catalogue, requests)
