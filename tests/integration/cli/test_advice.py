@@ -3,6 +3,7 @@ away."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import subprocess
@@ -88,10 +89,15 @@ def test_a_chat_with_nobody_does_not_begin(capsys: pytest.CaptureFixture[str], m
 @pytest.mark.parametrize("prompt", ["begin", "wait"])
 def test_a_router_that_goes_away_under_an_answer_is_not_one_that_was_never_there(prompt: str) -> None:
     environ = {**os.environ, "PYTHONPATH": PYTHON_PATH}
-    with subprocess.Popen([sys.executable, "-c", SILENT], env=environ, stdout=subprocess.PIPE, text=True) as router:
+    with contextlib.ExitStack() as stack:
+        silent = subprocess.Popen([sys.executable, "-c", SILENT], env=environ, stdout=subprocess.PIPE, text=True)
+        router = stack.enter_context(silent)
+        stack.callback(router.kill)
         assert router.stdout is not None
         target = f"127.0.0.1:{int(router.stdout.readline())}"
-        command = [sys.executable, "-m", "services.cli.main", "generate", "--target", target, "--prompt", prompt]
+        # A text as it is: for a message it would first ask which models there are.
+        words = ["generate", "--raw", "--target", target, "--prompt", prompt]
+        command = [sys.executable, "-m", "services.cli.main", *words]
         with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
             assert router.stdout.readline() == "asked\n"
             assert client.stdout is not None
