@@ -22,9 +22,8 @@ from services.router.config import RouterConfig  # noqa: E402
 from services.router.coordinator import Coordinator  # noqa: E402
 from services.router.coordinator.config import CoordinatorConfig  # noqa: E402
 from services.router.telemetry.metrics import RouterMetrics  # noqa: E402
-from services.worker.metrics import WorkerMetrics  # noqa: E402
 from tests.support.models import tiny_model  # noqa: E402
-from tests.support.workers import MIXED, running_worker, worker_config  # noqa: E402
+from tests.support.workers import MIXED, running_worker, worker_config, worker_metrics  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "metrics.md"
 BEGIN, END = "<!-- metrics: written by scripts/metrics_table.py -->", "<!-- end of metrics -->"
@@ -52,7 +51,7 @@ async def exported() -> Families:
     with tempfile.TemporaryDirectory() as folder:
         config = worker_config(tiny_model("llama", pathlib.Path(folder)), kv_host_bytes="1MiB")
         async with running_worker(config, MIXED) as host:
-            worker = WorkerMetrics(host)
+            worker = worker_metrics(host)
             _add(families, worker.registry, "worker")
             worker.close()
     router.close()

@@ -23,7 +23,7 @@ from services.core.clock import Clock
 from services.core.errors import BatonError, Draining, NoWorker, Overloaded, UnknownModel, UnknownWorker, unforeseen
 from services.router.conductor import Conductor
 from services.router.coordinator.coordinator import TICK_S
-from services.router.coordinator.events import WorkerInfo
+from services.router.coordinator.events import LoadingWorker, WorkerInfo
 from services.router.coordinator.request import Phase
 from services.router.policy import Role
 from services.router.telemetry.request_metrics import ModelMetrics
@@ -182,6 +182,12 @@ class Catalogue:
         model.conductor.register(info)
         for other in others:  # only now: a worker that may not join takes no name away
             other.withdraw(info.worker_id)
+
+    def loading(self, worker: LoadingWorker, model_id: str) -> None:
+        """Takes what a worker says that loads a model. One that is not served it brings only when it serves, with its
+        text."""
+        if (model := self._models.get(model_id)) is not None:
+            model.conductor.coordinator.worker_loading(worker, self._clock.now())
 
     async def _learn(self, info: WorkerInfo) -> ServedModel:
         """Returns the worker's model once its text is fetched. Several workers of one model wait for one attempt, which

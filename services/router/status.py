@@ -9,14 +9,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from baton.v1 import control_pb2
+from baton.v1 import control_pb2, types_pb2
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.components import components
 from services.router.conductor import Conductor
+from services.router.coordinator.loading import Loading
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import Pair, Worker, WorkerState
 from services.router.policy import BreakEven, PrefixBreakEven
 from services.router.policy.health import Health, HealthRecord
+from services.router.workers import wire
 
 _STATES = {
     WorkerState.JOINING: control_pb2.WORKER_STATE_JOINING,
@@ -46,11 +48,7 @@ def status(catalogue: Catalogue, now: float) -> control_pb2.GetStatusResponse:
     models, phases = catalogue.all(), catalogue.phases()
     return control_pb2.GetStatusResponse(
         ready=catalogue.ready,
-        workers=[
-            _worker(model.conductor, worker, now)
-            for model in models
-            for worker in model.conductor.coordinator.workers.all()
-        ],
+        workers=[worker for model in models for worker in _workers(model, now)],
         num_queued=phases[Phase.QUEUED],
         num_prefilling=phases[Phase.PREFILLING],
         num_parked=phases[Phase.PARKED],
@@ -96,6 +94,29 @@ def state_of(worker: Worker) -> control_pb2.WorkerState:
         usual = control_pb2.WORKER_STATE_EJECTED if worker.ejection is not None else state
         state = _UNHEALTHY.get(worker.health.state, usual)
     return state
+
+
+def _workers(model: ServedModel, now: float) -> Iterator[control_pb2.WorkerStatus]:
+    """Yields the model's workers. One that loads is shown so, and not as the process of its name that is gone."""
+    loading = {each.worker.worker_id: each for each in model.conductor.coordinator.loading.all()}
+    for worker in model.conductor.coordinator.workers.all():
+        if worker.info.worker_id not in loading:
+            yield _worker(model.conductor, worker, now)
+    for each in loading.values():
+        roles = [role for role, known in wire.ROLES.items() if known in each.worker.roles]
+        yield control_pb2.WorkerStatus(
+            worker=control_pb2.WorkerDescription(
+                worker_id=each.worker.worker_id, roles=roles, layout=types_pb2.KVLayout(model_id=model.model_id)
+            ),
+            state=control_pb2.WORKER_STATE_LOADING,
+            reason=_loads(each, now),
+        )
+
+
+def _loads(loading: Loading, now: float) -> str:
+    left_s = loading.until_s - now
+    ends = f"expected within {left_s:.0f} s" if left_s > 0 else "it takes longer than it expected"
+    return f"{loading.worker.progress or 'loading'}, for {now - loading.since_s:.0f} s; {ends}"
 
 
 def _worker(conductor: Conductor, worker: Worker, now: float) -> control_pb2.WorkerStatus:

@@ -6,6 +6,7 @@ Owns: the order of these, and how a store is put together. Never: torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Coroutine
@@ -31,6 +32,7 @@ from services.worker.address import completed
 from services.worker.host import WorkerHost
 from services.worker.life import listen, run_host
 from services.worker.machine import Machine
+from services.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,8 @@ async def _serve_layout(
         is_outlived = True
         host.leave(0.0, "no worker is left that could use what it keeps")
 
-    await run_host(host, lifecycle, beside=leave_when_outlived)
+    with contextlib.closing(WorkerMetrics(config, "store")) as metrics:
+        await run_host(host, lifecycle, metrics, beside=leave_when_outlived)
     return is_outlived and not lifecycle.stopping.is_set()
 
 

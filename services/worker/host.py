@@ -121,7 +121,7 @@ class WorkerHost:
         self._tasks = OwnedTasks()
         self._hashing = machine.thread("hash")
         self._constraints = self._new_constraints()
-        self._routers = Registrations(self.worker_id, self.describe, machine.dial_router, self._routers_changed)
+        self._routers = Registrations(self.worker_id, self._registration, machine.dial_router, self._routers_changed)
         self._registrations: list[asyncio.Task[None]] = []
         self._departure = Departure()
         self._num_snapshots = 0
@@ -372,6 +372,9 @@ class WorkerHost:
             num_tier_blocks=self.tiers.num_slots if self.tiers is not None else 0,
             withheld=self.withheld,
         )
+
+    def _registration(self) -> control_pb2.RegisterRequest:
+        return control_pb2.RegisterRequest(worker=self.describe())
 
     def load_snapshot(self) -> types_pb2.LoadSnapshot:
         self._num_snapshots += 1

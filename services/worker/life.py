@@ -40,14 +40,18 @@ async def listen(config: PeerConfig, port: int, token: str | None, certificates:
 
 
 async def run_host(
-    host: WorkerHost, lifecycle: Lifecycle, *, beside: Callable[[], Coroutine[Any, Any, None]] | None = None
+    host: WorkerHost,
+    lifecycle: Lifecycle,
+    metrics: WorkerMetrics,
+    *,
+    beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """Runs the host until it was told to leave and has drained. `beside` runs as long as the host.
+    """Runs the host until it was told to leave and has drained. `metrics` shows it; `beside` runs as long as it does.
 
     Raises WorkerFailed when the host's engine has ended.
     """
-    metrics = WorkerMetrics(host)
     try:
+        metrics.watch(host)
         await host.start()
         if host.config.log_interval_s:
             host.spawn(activity_log(host).run(), "activity log")
@@ -60,7 +64,6 @@ async def run_host(
         await _live(host, lifecycle)
     finally:
         await host.stop()
-        metrics.close()
 
 
 async def _live(host: WorkerHost, lifecycle: Lifecycle) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from pathlib import Path
 
 from baton.v1 import types_pb2
 from services.core.lifecycle import Lifecycle
-from services.core.start_progress import TellProgress
+from services.core.start_progress import StartProgress, TellProgress
 from services.engine.config import BLOCK_SIZE, EngineConfig
 from services.engine.cpu.host_memory import keep_freed_memory
 from services.engine.worker_engine import WorkerEngine
@@ -22,7 +22,9 @@ from services.worker.config import WorkerConfig
 from services.worker.engine_choice import VLLM
 from services.worker.host import WorkerHost
 from services.worker.life import listen, run_host
+from services.worker.loading import Announcement
 from services.worker.machine import Machine
+from services.worker.metrics import WorkerMetrics
 from services.worker.phase import WorkerPhase, role_name
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ async def serve(
 ) -> None:
     """Runs a worker until it is told to stop. The keys of `phases` are its roles.
 
-    The port and the process's health answer while the weights load; the services are added when they are loaded.
+    The port, the process's health and its metrics answer while the weights load, and routers are told that they do
+    (`loading.py`); the services are added when they are loaded.
     """
     name = role_name(phases)
     keep_freed_memory()  # called here, since it works best before gRPC starts threads
@@ -46,19 +49,30 @@ async def serve(
     tracer = configure_tracing(f"baton-{name}", config.worker_id, config.trace_file or None)
     if config.dtype_reason:
         log.info("--dtype auto means %s: %s", config.dtype, config.dtype_reason)
-    try:
-        engine = await _load(partial(make_engine, config, phases, lifecycle.report_progress), lifecycle)
-        host = WorkerHost(config, phases, engine, server, tracer, Machine(token, certificates=certificates))
-        await run_host(host, lifecycle)
-    finally:
-        await server.stop()  # for a second time, or because the host was never made
-        tracer.shutdown()
+    machine = Machine(token, certificates=certificates)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(tracer.shutdown)
+        stack.push_async_callback(server.stop)  # for a second time, or because the host was never made
+        metrics = stack.enter_context(contextlib.closing(WorkerMetrics(config, name)))
+        engine = await _load(config, phases, machine, lifecycle)
+        host = WorkerHost(config, phases, engine, server, tracer, machine)
+        await run_host(host, lifecycle, metrics)
 
 
-async def _load(make: Callable[[], WorkerEngine], lifecycle: Lifecycle) -> WorkerEngine:
-    loading = asyncio.create_task(asyncio.to_thread(make))
-    stopping = asyncio.create_task(lifecycle.stopping.wait())
-    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+async def _load(
+    config: WorkerConfig, roles: Collection[types_pb2.WorkerRole], machine: Machine, lifecycle: Lifecycle
+) -> WorkerEngine:
+    """Returns the loaded engine. Routers hear meanwhile that the worker is to come."""
+    announcement = Announcement(config, roles, _model_id(config), machine.dial_router, machine.clock)
+
+    def tell(progress: StartProgress) -> None:
+        announcement.tell(progress)
+        lifecycle.report_progress(progress)
+
+    async with announcement:
+        loading = asyncio.create_task(asyncio.to_thread(make_engine, config, roles, tell))
+        stopping = asyncio.create_task(lifecycle.stopping.wait())
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         # The loading thread cannot be interrupted, and no request has been accepted yet. vLLM's processes end with this
         # one.
@@ -83,10 +97,14 @@ def make_engine(config: WorkerConfig, roles: Collection[types_pb2.WorkerRole], t
     return torch_engine(asked, tell)
 
 
+def _model_id(config: WorkerConfig) -> str:
+    return config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
+
+
 def engine_config(config: WorkerConfig, roles: Collection[types_pb2.WorkerRole]) -> EngineConfig:
     return EngineConfig(
         model_path=config.model,
-        model_id=config.served_model_name or config.model.rstrip("/").rpartition("/")[2],
+        model_id=_model_id(config),
         device=config.device,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,

@@ -24,8 +24,8 @@ from services.kv.lease import LeaseState
 from services.rpc import names
 from services.rpc.plain import enum_word
 from services.rpc.prometheus import Aliases, MetricsServer, new_registry, tell_expiry
+from services.worker.config import PeerConfig
 from services.worker.host import WorkerHost
-from services.worker.phase import role_name
 from services.worker.tiers import WorkerTiers
 
 _TRANSPORTS = [enum_word(types_pb2.Transport.DESCRIPTOR, value) for value in types_pb2.Transport.values()[1:]]
@@ -36,11 +36,18 @@ _LEASE_ENDS = [LeaseState.RELEASED.value, LeaseState.EXPIRED.value, LeaseState.A
 
 
 class WorkerMetrics:
-    """Has the registry of one worker, and its endpoint unless the port is -1."""
+    """Has the registry of one worker, and its endpoint unless the port is -1. It answers at once; what is known of the
+    host is added by `watch`."""
 
-    def __init__(self, host: WorkerHost, clock: Clock | None = None) -> None:
-        """`clock` measures the time for the worker's cost; by default it is the host's."""
-        self.registry = new_registry(f"baton-{role_name(host.roles)}", host.worker_id)
+    def __init__(self, config: PeerConfig, role: str) -> None:
+        """`config` has a worker's name, and `role` is that of `role_name`."""
+        self.registry = new_registry(f"baton-{role}", config.worker_id)
+        self._server = (
+            MetricsServer(self.registry, config.host, config.metrics_port) if config.metrics_port >= 0 else None
+        )
+
+    def watch(self, host: WorkerHost, clock: Clock | None = None) -> None:
+        """Adds what a host does. `clock` measures the time for the worker's cost; by default it is the host's."""
         tell_expiry(self.registry, {"cluster": host.machine.certificates})
         self.registry.register(_EngineCollector(host))
         self.registry.register(_TransferCollector(host))
@@ -48,10 +55,6 @@ class WorkerMetrics:
             self.registry.register(_TierCollector(host.tiers))
         self.registry.register(_CostAndDeviceCollector(host, clock or host.clock))
         Aliases(self.registry, names.VLLM_ALIASES, {"model_name": host.engine.info.model_id})
-        config = host.config
-        self._server = (
-            MetricsServer(self.registry, config.host, config.metrics_port) if config.metrics_port >= 0 else None
-        )
 
     @property
     def port(self) -> int:

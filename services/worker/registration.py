@@ -43,13 +43,13 @@ class Registrations:
     def __init__(
         self,
         worker_id: str,
-        describe: Callable[[], control_pb2.WorkerDescription],
+        request: Callable[[], control_pb2.RegisterRequest],
         dial: Dial,
         changed: Callable[[], None],
     ) -> None:
-        """`changed` is called when the number of joined routers has changed."""
+        """`request` returns what to register with; `changed` is called when the number of joined routers changes."""
         self._worker_id = worker_id
-        self._describe = describe
+        self._request = request
         self._dial = dial
         self._changed = changed
         self._joined: set[_Router] = set()
@@ -95,15 +95,15 @@ class Registrations:
     async def _register(self, router: _Router, stub: control_pb2_grpc.RegistryServiceStub) -> float:
         """Makes one attempt to register. Returns the seconds until the next."""
         try:
-            worker = self._describe()
-            answer = await stub.Register(control_pb2.RegisterRequest(worker=worker), timeout=_CALL_TIMEOUT_S)
+            request = self._request()
+            answer = await stub.Register(request, timeout=_CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             router.failed(error.code().name, printable(error.details() or ""))
         except Exception as error:  # a defect of this process must not end the registration while the worker lives
             log.exception("router %s: the attempt to register failed", router.address)
             router.failed("INTERNAL", type(error).__name__)
         else:
-            router.answered(answer.router_incarnation)
+            router.answered(answer.router_incarnation, loading=request.HasField("loading"))
             self._note(router, joined=True)
             interval_s: float = answer.interval_ms / 1000
             return min(max(interval_s, _MIN_INTERVAL_S), _MAX_INTERVAL_S)
@@ -126,11 +126,12 @@ class _Router:
         self._state: int | str | None = None
         """The router's incarnation, or the code of the failure that was last told; None before the first answer."""
 
-    def answered(self, incarnation: int) -> None:
+    def answered(self, incarnation: int, *, loading: bool) -> None:
         self.num_failures = 0
         if self._state != incarnation:
             self._state = incarnation
-            log.info("joined router %s (incarnation %x)", self.address, incarnation)
+            how = "told router %s that this worker loads" if loading else "joined router %s"
+            log.info(f"{how} (incarnation %x)", self.address, incarnation)
 
     def failed(self, code: str, details: str) -> None:
         self.num_failures += 1

@@ -13,16 +13,12 @@ from typing import Any
 
 import pytest
 
-from services.cli import health
 from services.cli.main import COMMANDS
 from services.core.errors import ConfigError
-from services.kvtransfer.endpoint import TRANSFER_SERVICE
-from services.router.front.grpc import servicer
-from services.router.front.operator import control, registry
 from services.router.policy import PRESETS
 from services.router.policy_file import read_selection
+from services.rpc import names
 from services.vllm.environment import VLLM_VERSION
-from services.worker.session import WORKER_SERVICE
 from tests.support import compose
 
 OURS = {name: service for name, service in compose.services().items() if service["image"].startswith("baton:")}
@@ -34,6 +30,7 @@ SERVICE_KEYS = {
     "build": dict,
     "cap_drop": list,
     "command": list,
+    "cpus": (int, float),
     "cpuset": (str, type(None)),
     "depends_on": (dict, list),
     "deploy": dict,
@@ -44,7 +41,9 @@ SERVICE_KEYS = {
     "image": str,
     "init": bool,
     "logging": dict,
+    "mem_limit": str,
     "networks": dict,
+    "pids_limit": int,
     "ports": list,
     "profiles": list,
     "read_only": bool,
@@ -152,6 +151,7 @@ def test_settings_left_alone_are_the_services_defaults() -> None:
     changed = {"host", "port", "metrics_port", "http_port", "control_host", "cluster_token_file", "allow_plain_token"}
     changed |= {
         "router",
+        "threads",
         "shm_dir",
         "transport",
         "memory_utilization",
@@ -180,19 +180,15 @@ def test_the_policy_file_that_is_mounted_sets_nothing_and_what_it_shows_is_valid
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
-def test_health_checks_ask_for_a_service_that_exists(name: str) -> None:
+def test_health_checks_ask_for_a_metric_and_start_no_python(name: str) -> None:
     check = OURS[name].get("healthcheck")
     assert check is not None
     if check.get("disable"):
         assert name == "model"
         return
-    assert check["test"][:3] == ["CMD", "baton", "health"]
-    flags = dict(zip(check["test"][3::2], check["test"][4::2], strict=True))
-    assert set(flags) == {"--target", "--service"}
-    assert flags["--target"] == f"127.0.0.1:{compose.image_environment()['BATON_PORT']}"
-    services = {servicer.FULL_NAME, control.FULL_NAME, registry.FULL_NAME, TRANSFER_SERVICE, WORKER_SERVICE}
-    assert flags["--service"] in services
-    assert health.main.__module__ == COMMANDS["health"][0]
+    probe, port, metric = check["test"][1:]
+    assert (probe, port) == ("baton-probe", compose.image_environment()["BATON_METRICS_PORT"])
+    assert metric == (names.Metric.READY if name == "router" else names.Metric.SESSIONS)
 
 
 def test_a_store_is_started_by_its_profile_alone_and_keeps_what_the_workers_compute() -> None:
@@ -295,14 +291,41 @@ def test_images_have_a_tag(name: str) -> None:
     assert re.fullmatch(r"v?\d+\.\d+(\.\d+)?(-\w+)?", tag), tag
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
+@pytest.mark.parametrize("name", sorted(compose.services()))
 def test_containers_can_do_little(name: str) -> None:
-    service: dict[str, Any] = OURS[name]
+    service: dict[str, Any] = compose.services()[name]
     assert service["cap_drop"] == ["ALL"]
     assert service["read_only"] is True
     assert service["init"] is True, "a signal before our handlers are there must not be lost on process 1"
     assert "no-new-privileges:true" in service["security_opt"]
     assert not {"privileged", "user"} & set(service)
+
+
+@pytest.mark.parametrize("name", sorted(compose.services_with_tls()))
+def test_containers_have_a_share_of_the_host(name: str) -> None:
+    service: dict[str, Any] = compose.services_with_tls()[name]
+    assert service["cpus"] >= 1
+    assert re.fullmatch(r"\d+[gm]", service["mem_limit"])
+    assert service["pids_limit"] >= 256
+
+
+@pytest.mark.parametrize("name", [name for name in WORKERS if not name.startswith("vllm")])
+def test_a_worker_computes_on_its_share_of_the_cores(name: str) -> None:
+    """More threads than the container may use at once wait for one another; while it loads, too."""
+    assert compose.configuration_of(OURS[name]).threads == OURS[name]["cpus"]
+
+
+@pytest.mark.parametrize("name", sorted(THEIRS))
+def test_what_others_wrote_has_health_checks(name: str) -> None:
+    port = THEIRS[name]["ports"][0].rpartition(":")[2]
+    assert f"http://127.0.0.1:{port}/" in THEIRS[name]["healthcheck"]["test"][-1]
+
+
+def test_the_model_is_fetched_as_the_build_fetches() -> None:
+    model = compose.services({"HTTPS_PROXY": "http://proxy:1"})["model"]
+    assert model["environment"]["HTTPS_PROXY"] == model["build"]["args"]["HTTPS_PROXY"] == "http://proxy:1"
+    assert model["environment"]["PIP_CONFIG_FILE"].startswith("/wheels/")
+    assert "./wheels:/wheels:ro" in model["volumes"]
 
 
 def test_every_gpu_worker_has_one_device() -> None:

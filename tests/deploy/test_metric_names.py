@@ -17,11 +17,10 @@ from services.router.config import RouterConfig
 from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.telemetry.metrics import RouterMetrics
-from services.worker.metrics import WorkerMetrics
 from tests.support.compose import DEPLOY, load
 from tests.support.models import tiny_model
 from tests.support.promql import metrics_of, of_dashboard, of_rules
-from tests.support.workers import MIXED, running_worker, worker_config
+from tests.support.workers import MIXED, running_worker, worker_config, worker_metrics
 
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 RULES = sorted((DEPLOY / "prometheus").glob("rules*.yml"))
@@ -56,7 +55,7 @@ async def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     router.close()
     model = tiny_model("llama", tmp_path_factory.mktemp("models"))
     async with running_worker(worker_config(model), MIXED) as host:
-        worker = WorkerMetrics(host)
+        worker = worker_metrics(host)
         names |= set(samples_of(worker.registry))
         worker.close()
     return names | _PROMETHEUS | {name for path in RULES for name in of_rules(path)[1]}

@@ -27,6 +27,7 @@ from services.router.coordinator.events import (
     ImportFailed,
     ImportReady,
     LegEvent,
+    LoadingWorker,
     Parked,
     PrefillStarted,
     RequestSpec,
@@ -79,6 +80,11 @@ class Bench:
         self.loads[worker_id] = Load(sequence_number=1, blocks_free=info.num_blocks)
         if self.coordinator.worker_joined(info, self.now):
             self.coordinator.session_opened(worker_id, incarnation, self.now)
+        self._absorb()
+
+    def loading(self, worker_id: str, role: Role, ready_within_s: float) -> None:
+        """Announces a worker that loads."""
+        self.coordinator.worker_loading(LoadingWorker(worker_id, role, ready_within_s), self.now)
         self._absorb()
 
     def submit(self, request_id: str = "r", num_tokens: int = 20, max_tokens: int | None = 8, **spec: Any) -> None:

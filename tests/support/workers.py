@@ -27,7 +27,8 @@ from services.worker.host import WorkerHost
 from services.worker.life import listen
 from services.worker.machine import Machine
 from services.worker.main import engine_config
-from services.worker.phase import WorkerPhase
+from services.worker.metrics import WorkerMetrics
+from services.worker.phase import WorkerPhase, role_name
 from tests.support.patience import HANG_S, Patience
 from tests.support.trusted import cluster_token_of, dial
 
@@ -80,6 +81,12 @@ async def running_worker(
         await idle(host)
     finally:
         await host.stop()
+
+
+def worker_metrics(host: WorkerHost, clock: Clock | None = None) -> WorkerMetrics:
+    metrics = WorkerMetrics(host.config, role_name(host.roles))
+    metrics.watch(host, clock)
+    return metrics
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = HANG_S, pause_s: float = 0.005) -> None:

@@ -17,6 +17,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_LEFT: _ClassVar[WorkerState]
     WORKER_STATE_EJECTED: _ClassVar[WorkerState]
+    WORKER_STATE_LOADING: _ClassVar[WorkerState]
 
 class PairState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -107,6 +108,7 @@ WORKER_STATE_DOWN: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LEFT: WorkerState
 WORKER_STATE_EJECTED: WorkerState
+WORKER_STATE_LOADING: WorkerState
 PAIR_STATE_UNSPECIFIED: PairState
 PAIR_STATE_UNPROVEN: PairState
 PAIR_STATE_PROVEN: PairState
@@ -203,10 +205,26 @@ class WorkerDescription(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_types_pb2.WorkerRole, str]]] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., host_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., kernels: _Optional[str] = ..., capacity: _Optional[float] = ..., num_tier_blocks: _Optional[int] = ..., withheld: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker",)
+    __slots__ = ("worker", "loading")
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerDescription
-    def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ...) -> None: ...
+    loading: LoadingWorker
+    def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ..., loading: _Optional[_Union[LoadingWorker, _Mapping]] = ...) -> None: ...
+
+class LoadingWorker(_message.Message):
+    __slots__ = ("worker_id", "roles", "model_id", "ready_within_ms", "progress")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    READY_WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    roles: _containers.RepeatedScalarFieldContainer[_types_pb2.WorkerRole]
+    model_id: str
+    ready_within_ms: int
+    progress: str
+    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_types_pb2.WorkerRole, str]]] = ..., model_id: _Optional[str] = ..., ready_within_ms: _Optional[int] = ..., progress: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("router_incarnation", "interval_ms")

@@ -297,7 +297,7 @@ class RegistryServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """A worker says it is there, and repeats it at the interval it is told. The router dials it back.
+        """A worker says it is there, and repeats it at the interval it is told. The router dials it back, once it serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

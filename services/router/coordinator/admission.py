@@ -192,14 +192,26 @@ def _waited_too_long(book: Book, request: Request, now: float) -> BatonError | N
         return None
     config = book.config
     if can_be_served(book, request):
-        request.unserved_since_s = None
+        request.unserved_since_s = request.loading_until_s = None
+    elif _waits_for_loading(book, request, now):
+        request.unserved_since_s = request.awaited_s = now
     elif request.unserved_since_s is None:
         request.unserved_since_s = now
     elif now - request.unserved_since_s >= config.no_worker_timeout_s:
         return NoWorker(why_unserved(book, request), retry_after_s=config.retry_after_s)
-    if now - request.waiting_since_s >= config.queue_timeout_s:
+    if now - max(request.waiting_since_s, request.awaited_s) >= config.queue_timeout_s:
         return Overloaded("no room became free in time", retry_after_s=config.retry_after_s)
     return None
+
+
+def _waits_for_loading(book: Book, request: Request, now: float) -> bool:
+    """Returns whether a request that no ready worker could serve waits for one that loads (`loading.py`)."""
+    expected_s = book.loading.expected_s(has_decoder=bool(book.workers.cluster.everyone.longest_sequence), now=now)
+    if expected_s is None:
+        return False
+    if request.loading_until_s is None:
+        request.loading_until_s = expected_s
+    return now < request.loading_until_s
 
 
 class _Line:

@@ -34,6 +34,7 @@ from services.router.coordinator.actions import (
 from services.router.coordinator.alarms import Alarms
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import ExpectedRequest, FinishReason, Parked, RequestSpec, WorkerInfo
+from services.router.coordinator.loading import LoadingWorkers
 from services.router.coordinator.output_lengths import OutputLengths
 from services.router.coordinator.prefixes import PrefixSources
 from services.router.coordinator.queue import Queue
@@ -101,6 +102,7 @@ class Book:
         """Whether a request that waits may find a place now. (`WorkerTable.has_news` says the same of workers.)"""
         self.deadlines: Alarms[str] = Alarms(self.requests)
         self.queue = Queue(config, self.workers)
+        self.loading = LoadingWorkers(self.workers.awake)
         self.shares: defaultdict[str, Shares] = defaultdict(Shares)
         """By model."""
         self.actions: list[Action] = []
@@ -638,7 +640,7 @@ class Book:
         elif phase is Phase.PARKED:
             self.queue.parked.add(request)
         else:
-            request.unserved_since_s = None
+            request.unserved_since_s = request.loading_until_s = None
         if phase in (Phase.QUEUED, Phase.FINISHED):
             self._let_go(request)
         if phase in (Phase.QUEUED, Phase.PARKED, Phase.FINISHED):

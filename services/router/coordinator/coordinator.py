@@ -24,7 +24,7 @@ from services.router.coordinator.actions import Action, GroupsChanged, KVGroup
 from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import ExpectedRequest, LegEvent, RequestSpec, WorkerInfo
+from services.router.coordinator.events import ExpectedRequest, LegEvent, LoadingWorker, RequestSpec, WorkerInfo
 from services.router.coordinator.placement import give_up_stranded, place_all
 from services.router.coordinator.progress import LiveProgress, QueuePlaces, progress_of
 from services.router.coordinator.request import LiveStage, Phase, PlacedPark, Request
@@ -45,6 +45,8 @@ class Coordinator:
         self.config = config
         self.workers = self._book.workers
         """What is known of workers. Callers only read it."""
+        self.loading = self._book.loading
+        """The workers that say that they load. Callers only read it."""
         self.verdicts = self._book.verdicts
         """What was found of workers, here or by others, and the epoch in which the blocks of new requests are named.
         Callers only read it."""
@@ -146,7 +148,15 @@ class Coordinator:
         else:
             workers.make_room(self._book.config.max_workers)
         workers.join(info, now)
+        self._book.loading.loaded(info.worker_id)
         return True
+
+    def worker_loading(self, worker: LoadingWorker, now: float) -> None:
+        """Takes what a worker says that loads. Without effect while a process of its name has a session, or is about to
+        have one."""
+        workers = self._book.workers
+        if worker.worker_id not in workers or workers.get(worker.worker_id).is_gone:
+            self._book.loading.heard(worker, now)
 
     def worker_described(self, info: WorkerInfo, now: float) -> None:
         """Takes over the roles that a worker states in its session. The legs that it has go on.
@@ -318,6 +328,7 @@ class Coordinator:
         book = self._book
         book.awake.at(now)
         parts: tuple[Callable[[], None], ...] = (
+            lambda: book.loading.tick(now),
             lambda: book.workers.forget(now - self.config.forget_worker_s),
             lambda: book.forget_idle(now),
             lambda: book.workers.tick(now),

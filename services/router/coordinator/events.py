@@ -50,6 +50,18 @@ class WorkerInfo:
         return len(addresses) == 1 and replace(self, roles=other.roles, description=other.description) == other
 
 
+@record
+class LoadingWorker:
+    """Mirrors `baton.v1.LoadingWorker`: what a worker knows of itself before its weights are loaded."""
+
+    worker_id: str
+    roles: Role
+    ready_within_s: float
+    """It expects to serve within this time."""
+    progress: str = ""
+    """How far it has come, for people."""
+
+
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"

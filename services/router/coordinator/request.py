@@ -7,6 +7,7 @@ the phase, and `handoff.py` notes in the record what workers report.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -272,7 +273,11 @@ class Request:
     waiting_since_s: float = 0.0
     """When the request last began to wait for a worker; a refusal does not change it."""
     unserved_since_s: float | None = None
-    """Since when, while it waits, no ready worker could serve it at all."""
+    """Since when, while it waits, no ready worker could serve it at all, and none was expected that loads."""
+    loading_until_s: float | None = None
+    """Until when it waits for workers that load; None if it has found none."""
+    awaited_s: float = -math.inf
+    """When it last waited for a worker that loads: that time is no wait for a busy one."""
     placing_since_s: float | None = None
     """Since when the current handoff has been looking for a decode worker."""
     tokens_in_flight: int = 0

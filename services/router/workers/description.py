@@ -6,13 +6,14 @@ A field added to the messages is bounded here without further code: its text lik
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from google.protobuf.message import Message
 
 from baton.v1 import control_pb2, types_pb2
 from services.core.addresses import is_dialable
-from services.core.config import LEAST_CAPACITY, MOST_CAPACITY
+from services.core.config import DAY_S, LEAST_CAPACITY, MOST_CAPACITY
 from services.core.errors import InvalidRequest
 from services.core.ids import WORKER_ID_FORM, is_worker_id
 
@@ -52,12 +53,7 @@ def check_description(worker: control_pb2.WorkerDescription) -> None:
     """
     worker.DiscardUnknownFields()
     check_worker_id("worker.worker_id", worker.worker_id)
-    if not worker.roles or len(set(worker.roles)) < len(worker.roles):
-        raise InvalidRequest("worker.roles", "is empty, or names a role twice")
-    if any(role not in _ROLES for role in worker.roles):
-        raise InvalidRequest("worker.roles", "names an unknown role")
-    if types_pb2.WORKER_ROLE_STORE in worker.roles and len(worker.roles) > 1:
-        raise InvalidRequest("worker.roles", "has another beside that of a store")
+    _check_roles("worker.roles", worker.roles)
     if not is_dialable(worker.address):
         raise InvalidRequest("worker.address", "is not HOST:PORT that others can dial")
     if not worker.incarnation:
@@ -71,6 +67,24 @@ def check_description(worker: control_pb2.WorkerDescription) -> None:
             "worker.capacity", f"is {worker.capacity:g}, outside [{LEAST_CAPACITY:g}, {MOST_CAPACITY:.0f}]"
         )
     _check_fields(worker, "")
+
+
+def check_loading(worker: control_pb2.LoadingWorker) -> None:
+    """Raises an InvalidRequest that names the field, if a field of a worker that loads is out of bounds."""
+    check_worker_id("loading.worker_id", worker.worker_id)
+    _check_roles("loading.roles", worker.roles)
+    if not 0 <= worker.ready_within_ms <= DAY_S * 1000:
+        raise InvalidRequest("loading.ready_within_ms", f"is {worker.ready_within_ms}, outside [0, {DAY_S * 1000:.0f}]")
+    _check_texts(worker, "loading.")
+
+
+def _check_roles(field: str, roles: Collection[types_pb2.WorkerRole]) -> None:
+    if not roles or len(set(roles)) < len(roles):
+        raise InvalidRequest(field, "is empty, or names a role twice")
+    if any(role not in _ROLES for role in roles):
+        raise InvalidRequest(field, "names an unknown role")
+    if types_pb2.WORKER_ROLE_STORE in roles and len(roles) > 1:
+        raise InvalidRequest(field, "has another beside that of a store")
 
 
 def check_worker_id(field: str, worker_id: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from baton.v1 import control_pb2, inference_pb2, types_pb2, worker_pb2
@@ -30,6 +30,7 @@ from services.router.coordinator.events import (
     LeaseEnded,
     LegEvent,
     LegFailed,
+    LoadingWorker,
     Parked,
     PrefillStarted,
     PrefixBrought,
@@ -72,11 +73,17 @@ _MOST_OF_STEP = 1e15
 _LEASE_ID_BYTES = 16
 
 
+def loading_worker(worker: control_pb2.LoadingWorker) -> LoadingWorker:
+    """Returns what the coordinator needs of a message that `description.py` has checked."""
+    roles = _roles(worker.roles)
+    return LoadingWorker(worker.worker_id, roles, worker.ready_within_ms / 1000, worker.progress)
+
+
 def worker_info(worker: control_pb2.WorkerDescription) -> WorkerInfo:
     """Returns what the coordinator needs of a description that `description.py` has checked."""
     return WorkerInfo(
         worker_id=worker.worker_id,
-        roles=functools.reduce(operator.or_, (ROLES[role] for role in worker.roles)),
+        roles=_roles(worker.roles),
         incarnation=worker.incarnation,
         fingerprint=Fingerprint(worker.fingerprint.kv, worker.fingerprint.numerics, worker.layout.engine or TORCH),
         block_size=worker.layout.block_size,
@@ -91,6 +98,10 @@ def worker_info(worker: control_pb2.WorkerDescription) -> WorkerInfo:
         hardware=f"{worker.device.partition(':')[0]} {worker.kernels}".strip(),
         description=worker,
     )
+
+
+def _roles(roles: Iterable[types_pb2.WorkerRole]) -> Role:
+    return functools.reduce(operator.or_, (ROLES[role] for role in roles))
 
 
 def _token_bytes(layout: types_pb2.KVLayout) -> int:

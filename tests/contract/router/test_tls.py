@@ -18,7 +18,6 @@ from services.cli.certs import make_certificates
 from services.rpc.authentication import OPERATOR, ROUTER, STORE, WORKER, credentials
 from services.rpc.certificates import Certificates
 from services.rpc.channels import dial
-from services.worker.metrics import WorkerMetrics
 from tests.contract.router.test_strangers import CLOSED, MALFORMED, doors
 from tests.support.calls import ask_on
 from tests.support.certificates import certificates, expired, tls_flags, written
@@ -26,7 +25,7 @@ from tests.support.cluster import Cluster, running_cluster
 from tests.support.models import tiny_model
 from tests.support.patience import HANG_S
 from tests.support.trusted import CLUSTER_TOKEN
-from tests.support.workers import DECODE, PREFILL, PROMPT, running_worker, until, worker_config
+from tests.support.workers import DECODE, PREFILL, PROMPT, running_worker, until, worker_config, worker_metrics
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -134,7 +133,7 @@ async def test_metrics_say_how_long_certificates_last(cluster: Cluster) -> None:
     name, days = "baton_certificate_expires_seconds", 86_400
     for registry, held in (
         (cluster.router._metrics.registry, ("cluster", "public")),
-        (WorkerMetrics(cluster.workers[0]).registry, ("cluster",)),
+        (worker_metrics(cluster.workers[0]).registry, ("cluster",)),
     ):
         for certificate in held:
             left_s = registry.get_sample_value(name, {"certificate": certificate})

@@ -57,7 +57,7 @@ async def registry(port: int = 0) -> AsyncIterator[Registry]:
 
 @contextlib.asynccontextmanager
 async def joining(*targets: str) -> AsyncIterator[Registrations]:
-    found = Registrations("w", lambda: control_pb2.WorkerDescription(worker_id="w"), dial, lambda: None)
+    found = Registrations("w", control_pb2.RegisterRequest, dial, lambda: None)
     tasks = [asyncio.create_task(found.join(target)) for target in targets]
     try:
         yield found
@@ -182,15 +182,15 @@ async def test_what_cannot_be_a_router_ends_nothing(
 async def test_a_defect_is_told_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     num_calls = 0
 
-    def describe() -> control_pb2.WorkerDescription:
+    def request() -> control_pb2.RegisterRequest:
         nonlocal num_calls
         num_calls += 1
         if num_calls < 3:
             raise RuntimeError("a defect")
-        return control_pb2.WorkerDescription(worker_id="w")
+        return control_pb2.RegisterRequest()
 
     async with registry() as door:
-        found = Registrations("w", describe, dial, lambda: None)
+        found = Registrations("w", request, dial, lambda: None)
         task = asyncio.create_task(found.join(door.server.address))
         await until(lambda: found.num_joined == 1, "joined in the end")
         task.cancel()

@@ -22,9 +22,8 @@ from services.engine.schedule.sequence import (
 from services.engine.step_tally import StepTally
 from services.kv.pool import Holder
 from services.rpc.prometheus import Rendering
-from services.worker.metrics import WorkerMetrics
 from tests.support.models import tiny_model
-from tests.support.workers import PREFILL, running_worker, worker_config
+from tests.support.workers import PREFILL, running_worker, worker_config, worker_metrics
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def model(tmp_path: Path) -> Path:
 
 async def test_figures_and_their_aliases(model: Path) -> None:
     async with running_worker(worker_config(model, served_model_name="m"), PREFILL) as host:
-        metrics = WorkerMetrics(host)
+        metrics = worker_metrics(host)
         assert isinstance(host.engine, Engine)
         with host.engine._lock:
             blocks = host.engine._pool.allocate(32, Holder.SEQUENCE)
@@ -67,7 +66,7 @@ def scripted_plan(*num_tokens: int) -> StepPlan:
 async def test_steps(model: Path) -> None:
     async with running_worker(worker_config(model), PREFILL) as host:
         tally = host.engine.tally = StepTally()
-        metrics = WorkerMetrics(host)
+        metrics = worker_metrics(host)
         sampled = {0: (SampledToken(1),), 1: (SampledToken(1),)}
         tally.step(scripted_plan(1, 1), StepResult(sampled, inputs_s=0.001, model_s=0.002, sample_s=0.001), 1.0, 1.005)
         tally.step(scripted_plan(1, 1, 40), StepFailed("x"), 2.0, 2.5)
@@ -95,7 +94,7 @@ async def test_steps(model: Path) -> None:
 async def test_an_hour_costs_what_the_flag_says(model: Path) -> None:
     async with running_worker(worker_config(model, cost_per_hour=36.0), PREFILL) as host:
         clock = ManualClock()
-        metrics = WorkerMetrics(host, clock)
+        metrics = worker_metrics(host, clock)
         clock.advance(100.0)
         value = metrics.registry.get_sample_value("baton_cost_total")
         metrics.close()

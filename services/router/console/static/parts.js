@@ -7,6 +7,7 @@ import { hasFailed } from "./story.js";
 const SIGNS = {
   ready: "●",
   joining: "◌",
+  loading: "◌",
   draining: "◐",
   left: "○",
   down: "✕",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.router.catalogue import Catalogue
 from services.router.workers import wire
-from services.router.workers.description import check_description
+from services.router.workers.description import check_description, check_loading
 from services.rpc.interceptors import CallContext
 
 FULL_NAME = "baton.v1.RegistryService"
@@ -21,6 +21,10 @@ class RegistryServicer(control_pb2_grpc.RegistryServiceServicer):
     async def Register(
         self, request: control_pb2.RegisterRequest, context: CallContext
     ) -> control_pb2.RegisterResponse:
-        check_description(request.worker)
-        await self._catalogue.register(wire.worker_info(request.worker))
+        if request.HasField("loading"):
+            check_loading(request.loading)
+            self._catalogue.loading(wire.loading_worker(request.loading), request.loading.model_id)
+        else:
+            check_description(request.worker)
+            await self._catalogue.register(wire.worker_info(request.worker))
         return control_pb2.RegisterResponse(router_incarnation=self._incarnation, interval_ms=self._interval_ms)
