@@ -100,10 +100,10 @@ def _installed_along(requirement: str) -> dict[str, tuple[str, str]]:
 
 def licence_of(installed: Distribution) -> str:
     """Returns the licence as the package's metadata name it: as an expression, in its classifiers, or in a line."""
-    said = installed.metadata
-    classified = [each.split(" :: ")[-1] for each in said.get_all("Classifier", []) if each.startswith("License")]
-    line = (said.get("License") or "").strip()
-    return said.get("License-Expression") or ", ".join(classified) or line.partition("\n")[0] or "UNKNOWN"
+    said, classifiers = installed.metadata.json, installed.metadata.get_all("Classifier") or []
+    classified = [each.split(" :: ")[-1] for each in classifiers if each.startswith("License")]
+    line, _, _ = str(said.get("license", "")).strip().partition("\n")
+    return str(said.get("license_expression") or ", ".join(classified) or line or "UNKNOWN")
 
 
 if __name__ == "__main__":
