@@ -60,6 +60,8 @@ def _compile_kernels(tree: Path) -> None:
     environment = {**os.environ, "BATON_KERNELS": "all", "CC": "", "PATH": ""}
     command = [sys.executable, "-m", "services.engine.native.build", "--fetch-compiler"]
     subprocess.run(command, cwd=tree, env=environment, check=True)
+    for library in tree.glob("services/engine/native/*.so"):
+        library.chmod(0o644)  # whether it was linked now or kept from a build before: the wheel's digest is the same
 
 
 def _problems(tree: Path) -> Iterator[str]:

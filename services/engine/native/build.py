@@ -42,7 +42,8 @@ from services.engine.native.instruction_sets import (
 
 _WHICH = "BATON_KERNELS"
 _FOLDER = Path(__file__).parent
-_COMPILE = ("-O3", "-ffast-math", "-fPIC", "-std=gnu11", "-Wno-psabi")
+_COMPILE = ("-O3", "-ffast-math", "-fPIC", "-std=gnu11", "-Wno-psabi", "-g0")
+"""The flags of all files. zig writes debugging information unless told, with the paths of the machine that compiled."""
 _OF_ELEMENTS = ("FLOAT32", "BFLOAT16", "FLOAT16")
 _PARTS = (
     *(

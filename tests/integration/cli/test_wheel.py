@@ -18,7 +18,7 @@ from services.engine.native.instruction_sets import instruction_sets, usable
 from tests.support import ROOT
 from tests.support.processes import environment
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.process, pytest.mark.long]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.process, pytest.mark.long]
 
 KERNELS = """
 import shutil
@@ -87,6 +87,12 @@ def test_it_holds_the_kernels_of_all_instruction_sets_and_all_that_is_tracked(wh
         ["git", "ls-files", "services", "gen"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split()
     assert {name.removeprefix("gen/") for name in tracked} <= held
+
+
+def test_its_kernels_do_not_say_where_they_were_compiled(wheels: dict[str, Path]) -> None:
+    wheel = zipfile.ZipFile(wheels["baton_serving"])
+    for each in instruction_sets():
+        assert b"attention.c" not in wheel.read(f"services/engine/native/{each.shared_object.name}")
 
 
 def test_its_kernels_load_without_a_compiler(bare: Path, tmp_path: Path) -> None:
