@@ -92,7 +92,7 @@ def test_it_holds_the_kernels_of_all_instruction_sets_and_all_that_is_tracked(wh
 def test_its_kernels_do_not_say_where_they_were_compiled(wheels: dict[str, Path]) -> None:
     wheel = zipfile.ZipFile(wheels["baton_serving"])
     for each in instruction_sets():
-        assert b"attention.c" not in wheel.read(f"services/engine/native/{each.shared_object.name}")
+        assert b"services/engine" not in wheel.read(f"services/engine/native/{each.shared_object.name}")
 
 
 def test_its_kernels_load_without_a_compiler(bare: Path, tmp_path: Path) -> None:
