@@ -8,6 +8,7 @@
 #   make clients                              openai, instructor, LangChain, LiteLLM and Node's openai, each in a script
 #   make vllm                                 vLLM in an environment of its own, for --engine vllm (make test-vllm: its tests)
 #   make sim SEEDS=100000 JOBS=2              the simulation of a cluster under faults; goes on where it was stopped
+#   make wheel, make release                  into dist/: wheels that need no compiler; all that a release has
 #   make install PYTHON=python3.13            another interpreter (3.11 or newer)
 #   make install TORCH_INDEX="--extra-index-url URL"   torch from another index (docs/installing.md)
 
@@ -47,10 +48,10 @@ PIP_INSTALL = $(PATIENTLY) $(BIN)/python -m pip install --disable-pip-version-ch
 # Exits with 3 if it is too old; whatever cannot be run exits with something else.
 IS_NEW_ENOUGH := 'import sys; sys.exit(3 * (sys.version_info < (3, 11)))'
 
-.PHONY: help install model protos format lint types contracts test test-all proof faults sim soak demo bench loadgen clients vllm test-vllm clean
+.PHONY: help install model protos format lint types contracts test test-all proof faults sim soak demo bench loadgen clients vllm test-vllm wheel release clean
 
 help:
-	@sed -n '2,13s/^#   //p' $(MAKEFILE_LIST)
+	@sed -n '2,14s/^#   //p' $(MAKEFILE_LIST)
 	@echo "also: faults bench model protos format lint types contracts clean"
 
 # A checkout may come to another processor: the kernels for this one are asked for each time, and mostly there.
@@ -170,6 +171,17 @@ $(VLLM)/.installed: requirements/vllm.txt
 	$(VLLM)/bin/python -m pip uninstall --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -c 'import vllm'
 	touch $@
+
+# The kernels in it are for every processor of this architecture, and for systems as old as torch runs on.
+wheel: $(DEVELOPS)
+	$(BIN)/python scripts/wheels.py dist
+
+# Whatever lies in dist/ goes into the digests, so it begins empty. Nothing is published.
+release: $(DEVELOPS)
+	@test -z "$$(git status --porcelain)" || { echo "make release: there are changes that are not committed" >&2; exit 1; }
+	rm -rf dist
+	$(BIN)/python scripts/wheels.py dist
+	$(BIN)/python scripts/release.py dist
 
 clean:
 	rm -rf out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-trace.jsonl

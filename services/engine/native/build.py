@@ -42,7 +42,8 @@ from services.engine.native.instruction_sets import (
 
 _WHICH = "BATON_KERNELS"
 _FOLDER = Path(__file__).parent
-_COMPILE = ("-O3", "-ffast-math", "-fPIC", "-std=gnu11", "-Wno-psabi")
+_COMPILE = ("-O3", "-ffast-math", "-fPIC", "-std=gnu11", "-Wno-psabi", "-g0")
+"""The flags of all files. zig writes debugging information unless told, with the paths of the machine that compiled."""
 _OF_ELEMENTS = ("FLOAT32", "BFLOAT16", "FLOAT16")
 _PARTS = (
     *(
@@ -71,7 +72,7 @@ int baton_trial(void) { return 0; }
 
 _ZIG = "ziglang==0.17.1"
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
-_OLDEST_GLIBC = "2.28"
+OLDEST_GLIBC = "2.28"
 """The oldest glibc of the systems on which torch runs."""
 
 
@@ -201,7 +202,7 @@ def _pip_install(requirement: str, folder: str) -> bool:
 
 def _zig(environment: dict[str, str]) -> Compiler:
     # Without a target it would compile for this very processor.
-    target = ("-target", f"{platform.machine()}-linux-gnu.{_OLDEST_GLIBC}")
+    target = ("-target", f"{platform.machine()}-linux-gnu.{OLDEST_GLIBC}")
     return Compiler((sys.executable, "-m", "ziglang", "cc", *target), environment, identity=_ZIG)
 
 

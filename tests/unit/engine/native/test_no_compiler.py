@@ -94,7 +94,7 @@ def test_a_compiler_is_fetched_where_that_is_asked_for(
                 assert compiler is not None
                 assert compiler.environment["PYTHONPATH"] == str(folders[-1])
                 assert "ziglang" in compiler.command
-                assert any(each.endswith(f"-linux-gnu.{build._OLDEST_GLIBC}") for each in compiler.command)
+                assert any(each.endswith(f"-linux-gnu.{build.OLDEST_GLIBC}") for each in compiler.command)
         assert not folders[-1].exists()
     said = capsys.readouterr().out
     assert all(word in said for word in WORDS), said
