@@ -130,8 +130,8 @@ class _Router:
         self.num_failures = 0
         if self._state != incarnation:
             self._state = incarnation
-            how = "told router %s that this worker loads" if loading else "joined router %s"
-            log.info(f"{how} (incarnation %x)", self.address, incarnation)
+            what = "announced this load to" if loading else "joined"
+            log.info("%s router %s (incarnation %x)", what, self.address, incarnation)
 
     def failed(self, code: str, details: str) -> None:
         self.num_failures += 1

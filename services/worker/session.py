@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 WORKER_SERVICE = "baton.v1.WorkerService"
 _MOST_MERGED_TOKENS = 2048
-"""The most in one event of a leg: with twenty log-probabilities each they have 130,000 fields; routers take 400,000."""
+"""The most in one event of a leg: with twenty log-probabilities each they take half a megabyte."""
 MOST_SESSIONS = 64
 """The most routers that a worker serves: each is sent a message for every step."""
 _MOST_BYTES = 1 << 20
