@@ -27,6 +27,9 @@ class ClusterStatus:
     num_proven: int
     """Pairs between which a canary's KV has been handed over."""
     router_pid: int = 0
+    port: int = 0
+    """On which the router serves gRPC."""
+    http_port: int = 0
 
 
 async def read_status(
@@ -46,4 +49,6 @@ async def read_status(
         len(status.pairs),
         sum(pair.state == control_pb2.PAIR_STATE_PROVEN for pair in status.pairs),
         status.router_pid,
+        status.port,
+        status.http_port,
     )

@@ -32,7 +32,7 @@ from services.cli.cluster import (
     PlannedWorker,
 )
 from services.cli.cluster_output import ClusterOutput, PlainOutput, is_screen_wanted
-from services.cli.cluster_status import read_status
+from services.cli.cluster_status import ClusterStatus, read_status
 from services.cli.engine_setup import choose_types, demand_engine, demand_one_gpu_each
 from services.cli.model_cache import ResolvedModel
 from services.cli.model_names import demand_weights, resolve_model
@@ -280,22 +280,33 @@ def _plan_ports(config: UpConfig, roles: Sequence[str]) -> tuple[list[int], int,
 
 
 def _demand_alone(config: UpConfig, roles: Sequence[str], token: str | None, certificates: Certificates | None) -> None:
-    """Raises ConfigError if a port is taken: of a cluster that runs here it says how to use it, or to end it."""
+    """Raises ConfigError if a port is taken: by a cluster that runs here, it says how to use it, or to end it."""
     metrics_ports, http_port, control_port = _plan_ports(config, roles)
-    try:
-        _require_free(config, metrics_ports, http_port, control_port)
-    except ConfigError as taken:
-        control = local_address(CONTROL_HOST, control_port)
-        running = asyncio.run(read_status(control, token, certificates)) if control_port else None
-        if running is None:
-            raise
-        target = local_address(config.host, config.port)
-        raise ConfigError(
-            f"a cluster runs here already, as pid {_supervisor_of(running.router_pid)}. To talk to it: "
-            f"{command_line('chat', target, DEFAULT_TARGET)}; to see it: "
-            f"{command_line('status', control, DEFAULT_CONTROL_TARGET)}; to stop it: Ctrl-C there, or kill that pid; "
-            f"to start another beside it: baton up --port 0"
-        ) from taken
+    wanted = [("--port", config.host, config.port), ("--http-port", config.host, http_port)]
+    wanted += [("--control-port", CONTROL_HOST, control_port)]
+    wanted += [
+        ("--metrics-port", WORKER_HOST if index else config.host, port) for index, port in enumerate(metrics_ports)
+    ]
+    for flag, host, port in wanted:
+        if port <= 0:
+            continue
+        try:
+            require_free(flag, host, port)  # one that is taken later is told by the process that wants it
+        except ConfigError as taken:
+            control = local_address(CONTROL_HOST, control_port)
+            running = asyncio.run(read_status(control, token, certificates)) if control_port else None
+            if running is None or port not in (running.port, running.http_port, control_port):
+                raise
+            raise ConfigError(_how_to_use(running, local_address(config.host, running.port), control)) from taken
+
+
+def _how_to_use(running: ClusterStatus, target: str, control: str) -> str:
+    return (
+        f"a cluster runs here already, as pid {_supervisor_of(running.router_pid)}. To talk to it: "
+        f"{command_line('chat', target, DEFAULT_TARGET)}; to see it: "
+        f"{command_line('status', control, DEFAULT_CONTROL_TARGET)}; to stop it: Ctrl-C there, or kill that pid; "
+        f"to start another beside it: baton up --port 0"
+    )
 
 
 def _supervisor_of(router_pid: int) -> int:
@@ -305,18 +316,6 @@ def _supervisor_of(router_pid: int) -> int:
         return parent.pid if parent is not None and "up" in parent.cmdline() else router_pid
     except psutil.Error:  # another user's, or it has ended
         return router_pid
-
-
-def _require_free(config: UpConfig, metrics_ports: Sequence[int], http_port: int, control_port: int) -> None:
-    """Raises ConfigError if a port is taken now. One that is taken later is told by the process that wants it."""
-    wanted = [("--port", config.host, config.port), ("--http-port", config.host, http_port)]
-    wanted += [("--control-port", CONTROL_HOST, control_port)]
-    wanted += [
-        ("--metrics-port", WORKER_HOST if index else config.host, port) for index, port in enumerate(metrics_ports)
-    ]
-    for flag, host, port in wanted:
-        if port > 0:
-            require_free(flag, host, port)
 
 
 def _require_writable(trace_file: str) -> None:

@@ -267,6 +267,7 @@ class Router:
         self._control_server.promise(servicer.FULL_NAME)  # its health is told there too, by the cluster's certificate
         await self._server.start()
         await self._control_server.start()
+        self._control.port = self.port
         if self._http is not None:
             await self._http.start()
             self._control.http_port = self._http.port

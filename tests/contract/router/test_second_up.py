@@ -27,11 +27,14 @@ async def test_it_says_that_one_runs_as_which_pid_and_what_to_type(
     assert "baton up --port 0" in told
 
 
+@pytest.mark.parametrize("beside_a_cluster", [False, True])
 async def test_a_port_that_somebody_else_has_is_told_as_such(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    beside_a_cluster: bool, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BATON_CLUSTER_TOKEN", CLUSTER_TOKEN)
+    control_port = cluster.router.control_port if beside_a_cluster else 0
     with socket.create_server(("127.0.0.1", 0)) as other:
-        flags = [f"--port={other.getsockname()[1]}", "--control-port=0", "--http-port=-1", "--metrics-port=-1"]
+        port = other.getsockname()[1]
+        flags = [f"--port={port}", f"--control-port={control_port}", "--http-port=-1", "--metrics-port=-1"]
         assert await asyncio.to_thread(main, ["up", *flags]) == EXIT_USAGE
     assert "--port: cannot listen on " in capsys.readouterr().err

@@ -38,6 +38,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._incarnation = incarnation
         self._clock = clock
         self._started_s = clock.now()
+        self.port = 0
         self.http_port = 0
         """The router's HTTP port; 0 if it serves no HTTP."""
 
@@ -45,7 +46,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.GetStatusRequest, context: CallContext
     ) -> control_pb2.GetStatusResponse:
         found = status(self._catalogue, self._clock.now())
-        found.router_incarnation, found.router_pid, found.http_port = self._incarnation, os.getpid(), self.http_port
+        found.router_incarnation, found.router_pid = self._incarnation, os.getpid()
+        found.port, found.http_port = self.port, self.http_port
         found.up_ms = round((self._clock.now() - self._started_s) * 1000)
         found.components.extend(components_of(self._catalogue, found))
         found.pairs.extend(pair_status(worker, pair) for worker, pair in pairs(self._catalogue))
