@@ -33,6 +33,8 @@ LOADGEN_ARGS ?=
 
 # Commands and tests start many processes; each would compile the whole tree again.
 export PYTHONDONTWRITEBYTECODE :=
+# As `baton` has it: gRPC tells of each connection that a test breaks.
+export GRPC_VERBOSITY ?= NONE
 
 VENV := .venv
 BIN := $(VENV)/bin
