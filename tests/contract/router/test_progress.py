@@ -78,6 +78,7 @@ async def test_a_stream_whose_prompt_is_computed_says_how_much_of_it(
     prefill.prefill_gate.clear()
     async with http.stream("POST", PATH, json=BODIES[PATH]) as answer:
         await until_line(lines := aiter(answer.aiter_lines()), f": prefilling, {NUM_TOKENS} tokens")
+        await prefill.until(lambda: prefill.commands)  # it may be on its way to the worker still
         computed = worker_pb2.PromptComputed(leg=prefill.commands[0].leg, num_tokens=2)
         prefill.say(worker_pb2.LegEvent(prompt_computed=computed))
         await until_line(lines, f": prefilling, 2 of {NUM_TOKENS}")
