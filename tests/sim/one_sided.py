@@ -69,7 +69,6 @@ class SimNixlDestination(NixlDestination):
         self.silence_s = 5.0
         self.threads = thread
         self._memory = memory
-        self._token = ""
         self._clock = clock
         self._peers = {}
         self._meetings = {}

@@ -68,7 +68,7 @@ class LateNixl:
     description = "nixl"
 
     def __init__(self, memory: MemfdMemory, reader: ThreadPoolExecutor, incarnation: int) -> None:
-        self._make = lambda: NixlSource(memory, reader, incarnation, CLUSTER_TOKEN, ucx=UCX)
+        self._make = lambda: NixlSource(memory, reader, incarnation, ucx=UCX)
         self.end: NixlSource | None = None
 
     def offer(self) -> types_pb2.KVOffer:
@@ -252,7 +252,7 @@ class Destination:
         self.table = ImportTable(on_freed=self.freed.append)
         self.mappings = MappingCache(layout.block_bytes)
         self.sockets = TcpDestination(CLUSTER_TOKEN, silence_s=silence_s, tls=TLS)
-        self.nixl = NixlDestination(self.memory, CLUSTER_TOKEN, ucx=UCX, silence_s=silence_s)
+        self.nixl = NixlDestination(self.memory, ucx=UCX, silence_s=silence_s)
         self.peers = Peers(dial, from_call, silence_s=silence_s)
         self.borrower = Borrower(self.peers, layout)
         self.fetcher = BlockFetcher(
