@@ -9,7 +9,6 @@ measured steps of many sizes, its points take the place of the fixed parts and o
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
 import json
@@ -75,9 +74,6 @@ class WorkerProfile:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "name":
-                # It is shown on terminals.
-                if not isinstance(value, str) or not value.isprintable():
-                    raise ConfigError(f"profile {value!r}: the name must be text that can be printed")
                 continue
             if field.name.endswith("_points"):
                 self._check_points(field.name, value)
@@ -230,13 +226,10 @@ def write_profile(path: Path, profile: WorkerProfile) -> None:
     """Writes the profile. What stands at `path` is replaced once the new one is whole. Raises OSError with `path`."""
     beside = path.with_name(f".{path.name}.new")
     try:
-        beside.unlink(missing_ok=True)
-        with beside.open("x") as file:  # which follows no link
-            file.write(json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n")
+        beside.write_text(json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n")
         beside.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
+        beside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -263,8 +256,6 @@ def _from_table(path: Path, lines: Sequence[tuple[int, Mapping[str, str | None]]
     if not rows:
         raise ConfigError(f"{path}: has no measurements")
     kinds = sorted({row.kind for row in rows})
-    if not all(kind.isprintable() for kind in kinds):
-        raise ConfigError(f"{path}: {', '.join(kinds)!r} must be text that can be printed")
     kind, gpus = name, ""
     if name not in kinds:
         kind, _, gpus = name.rpartition(":")
