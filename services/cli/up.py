@@ -50,8 +50,7 @@ from services.cli.readiness import local_address
 from services.cli.tables import size
 from services.core import config as configuration
 from services.core.addresses import bare_host, is_loopback
-from services.core.config import DEFAULT_PORT, option
-from services.core.config import port as is_port
+from services.core.config import DEFAULT_PORT, option, port_option
 from services.core.errors import ConfigError
 from services.core.listening import require_free
 from services.core.printable import printable
@@ -94,21 +93,17 @@ class ClusterConfig:
         0, "stores: processes that keep KV for the workers in host memory", check=_count, must=_COUNTS
     )
     host: str = option("127.0.0.1", "address the router binds")
-    port: int = option(
-        DEFAULT_PORT, "the router's gRPC port; 0 picks a free one", check=is_port, must="must be in [0, 65535]"
-    )
+    port: int = port_option(DEFAULT_PORT, "the router's gRPC port; 0 picks a free one")
     http_port: int | None = option(
         None,
         "the router's OpenAI-style HTTP port; 0 picks a free one, -1 none (default: 8000, or a free one with --port 0)",
         check=lambda value: -1 <= value <= 65535,
         must="must be in [-1, 65535]",
     )
-    control_port: int | None = option(
+    control_port: int | None = port_option(
         None,
         "the router's port for workers, baton status and baton drain, on this machine only; 0 picks a free one "
         "(default: 50052, or a free one with --port 0)",
-        check=is_port,
-        must="must be in [0, 65535]",
     )
     metrics_port: int | None = option(
         None,
@@ -289,13 +284,22 @@ def _demand_alone(config: UpConfig, roles: Sequence[str], token: str | None, cer
         running = asyncio.run(read_status(control, token, certificates)) if control_port else None
         if running is None:
             raise
-        target = local_address(config.host, config.port)
+        talk = command_line("chat", local_address(config.host, config.port), DEFAULT_TARGET)
         raise ConfigError(
-            f"a cluster runs here already, as pid {_supervisor_of(running.router_pid)}. To talk to it: "
-            f"{command_line('chat', target, DEFAULT_TARGET)}; to see it: "
-            f"{command_line('status', control, DEFAULT_CONTROL_TARGET)}; to stop it: Ctrl-C there, or kill that pid; "
+            f"a cluster runs here already, as pid {_supervisor_of(running.router_pid)}. "
+            + (f"To talk to it: {talk}; to see it: " if _is_taken(config) else "To see it, and where it is: ")
+            + f"{command_line('status', control, DEFAULT_CONTROL_TARGET)}; to stop it: Ctrl-C there, or kill that pid; "
             f"to start another beside it: baton up --port 0"
         ) from taken
+
+
+def _is_taken(config: UpConfig) -> bool:
+    """Returns whether --port is taken: where only another port is, the cluster that runs serves clients elsewhere."""
+    try:
+        require_free("--port", config.host, config.port)
+    except ConfigError:
+        return True
+    return False
 
 
 def _supervisor_of(router_pid: int) -> int:

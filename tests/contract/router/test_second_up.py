@@ -27,6 +27,18 @@ async def test_it_says_that_one_runs_as_which_pid_and_what_to_type(
     assert "baton up --port 0" in told
 
 
+async def test_where_clients_talk_to_it_is_not_guessed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The control port alone is the running cluster's: it serves clients on another port than the one asked for."""
+    monkeypatch.setenv("BATON_CLUSTER_TOKEN", CLUSTER_TOKEN)
+    flags = ["--port=1", f"--control-port={cluster.router.control_port}", "--http-port=-1", "--metrics-port=-1"]
+    assert await asyncio.to_thread(main, ["up", *flags]) == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert f"To see it, and where it is: baton status --target 127.0.0.1:{cluster.router.control_port}; " in told
+    assert "baton chat" not in told
+
+
 async def test_a_port_that_somebody_else_has_is_told_as_such(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
