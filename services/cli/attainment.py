@@ -39,10 +39,10 @@ class Attainment:
     num_counted: int
     """Those that the objective is for."""
     num_met: int
-    """In time, those that were near the objective included."""
+    """Those in time, also those that were near the objective."""
     num_near: int
     percentiles_ms: dict[str, float]
-    """Of those that have the latency, by nearest rank: p50, p95, p99. Empty if none has."""
+    """Percentiles of those that have the latency, by nearest rank: p50, p95, p99. Empty if none has."""
 
     @property
     def attained(self) -> float | None:

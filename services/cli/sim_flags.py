@@ -27,7 +27,7 @@ from services.sim.trace_files import read_trace
 
 MOST_REQUESTS = 10_000_000
 SHIPPED_PROFILE = Path(sim.__file__).with_name("shipped_profile.json")
-"""Of the default model on a small machine: `baton calibrate --measure` has written it, and the name says where."""
+"""The default model's profile on a small machine: `baton calibrate --measure` has written it; its name says where."""
 
 
 def _is_scale(value: float) -> bool:

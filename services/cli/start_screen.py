@@ -59,7 +59,7 @@ class StartPart:
     stage_began_s: float = 0.0
     detail: str = ""
     share: float | None = None
-    """Of the stage, from 0 to 1; None if that is not known."""
+    """Share of the stage that is done, from 0 to 1; None if that is not known."""
     stages: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     """Stages that are over, with their seconds."""
     outcome: str = ""

@@ -27,10 +27,10 @@ class LastMinute:
 
     seconds: float
     prompt_tokens_per_s: float
-    """Of prompts whose first token came."""
+    """Rate of tokens of prompts whose first token came."""
     output_tokens_per_s: float
     ttft_ms: Sequence[float]
-    """Of those whose first token came, in ascending order."""
+    """Times to the first token, of requests that had theirs, in ascending order."""
 
     def ttft_of(self, share: float) -> float | None:
         """Returns the time to the first token that this share of the requests did not exceed; None without any."""
@@ -64,7 +64,7 @@ def summary(target: str, status: dict[str, Any], figures: LastMinute, wall_s: fl
     """Returns the lines. `status` is a GetStatusResponse as plain data; `wall_s` is Unix time."""
     names = ", ".join(clip(model["model_id"]) for model in status["models"][:3]) or "no model"
     http = f"  http://{target.rpartition(':')[0]}:{status['http_port']}/v1" if status["http_port"] else ""
-    running = status["num_prefilling"] + status["num_decoding"]
+    num, running = len(figures.ttft_ms), status["num_prefilling"] + status["num_decoding"]
     waiting = status["num_queued"] + status["num_parked"]
     rows = worker_rows(status, 0)[:_MOST_WORKERS]
     shown = [
@@ -76,7 +76,7 @@ def summary(target: str, status: dict[str, Any], figures: LastMinute, wall_s: fl
         f"tokens/s   {figures.prompt_tokens_per_s:.1f} in, {figures.output_tokens_per_s:.1f} out  "
         f"(last {figures.seconds:.0f} s)",
         f"TTFT       p50 {_ms(figures.ttft_of(0.5))}, p95 {_ms(figures.ttft_of(0.95))}  "
-        f"({len(figures.ttft_ms)} requests in the last {figures.seconds:.0f} s)",
+        f"({num} request{'' if num == 1 else 's'} in the last {figures.seconds:.0f} s)",
         "",
         *table([_HEADINGS, *shown]),
     ]

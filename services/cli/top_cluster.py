@@ -61,15 +61,15 @@ class PairRow(NamedTuple):
     state: str
     transport: str
     num_handoffs: str
-    """Of the requests that are known; the figures are medians of the newest."""
+    """Handoffs of the requests that are known; the figures are medians of the newest."""
     exposed_ms: str
     megabytes_per_s: str
     reason: str
 
 
 def heading(target: str, status: dict[str, Any], wait_s: float = 0.0) -> list[str]:
-    """Returns lines about the router, its models and its requests. `wait_s`: for so long the oldest queued or parked
-    request has waited."""
+    """Returns lines about the router, its models and its requests. `wait_s`: how long the oldest queued or
+    parked request has waited."""
     names = [clip(model["model_id"]) for model in status["models"]]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     counts = [f"{name} {status['num_' + name]}" for name in ("queued", "prefilling", "parked", "decoding")]

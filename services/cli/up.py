@@ -50,8 +50,7 @@ from services.cli.readiness import local_address
 from services.cli.tables import size
 from services.core import config as configuration
 from services.core.addresses import bare_host, is_loopback
-from services.core.config import DEFAULT_PORT, option
-from services.core.config import port as is_port
+from services.core.config import DEFAULT_PORT, option, port_option
 from services.core.errors import ConfigError
 from services.core.listening import require_free
 from services.core.printable import printable
@@ -94,21 +93,17 @@ class ClusterConfig:
         0, "stores: processes that keep KV for the workers in host memory", check=_count, must=_COUNTS
     )
     host: str = option("127.0.0.1", "address the router binds")
-    port: int = option(
-        DEFAULT_PORT, "the router's gRPC port; 0 picks a free one", check=is_port, must="must be in [0, 65535]"
-    )
+    port: int = port_option(DEFAULT_PORT, "the router's gRPC port; 0 picks a free one")
     http_port: int | None = option(
         None,
         "the router's OpenAI-style HTTP port; 0 picks a free one, -1 none (default: 8000, or a free one with --port 0)",
         check=lambda value: -1 <= value <= 65535,
         must="must be in [-1, 65535]",
     )
-    control_port: int | None = option(
+    control_port: int | None = port_option(
         None,
         "the router's port for workers, baton status and baton drain, on this machine only; 0 picks a free one "
         "(default: 50052, or a free one with --port 0)",
-        check=is_port,
-        must="must be in [0, 65535]",
     )
     metrics_port: int | None = option(
         None,

@@ -101,6 +101,21 @@ def port(value: int) -> bool:
     return 0 <= value <= 65535
 
 
+def duration_option(default: float, help: str) -> Any:
+    """Returns an option whose value is a `duration`."""
+    return option(default, help, check=duration, must=A_DURATION)
+
+
+def port_option(default: int | None, help: str) -> Any:
+    """Returns an option whose value is a `port`."""
+    return option(default, help, check=port, must="must be in [0, 65535]")
+
+
+def positive_option(default: int, help: str) -> Any:
+    """Returns an option whose value is `positive`."""
+    return option(default, help, check=positive, must="must be positive")
+
+
 def log_interval(value: float) -> bool:
     """Returns whether `value` is 0 (no log lines) or a `duration`, in seconds: a loop with a shorter one would not
     pause."""

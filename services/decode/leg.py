@@ -26,14 +26,11 @@ from services.engine.schedule.sequence import (
     SequenceEvent,
     Token,
 )
-from services.rpc.logging import ids, log_ids
-from services.rpc.status import to_status
+from services.rpc.logging import log_ids
 from services.worker.commands import prompt_tokens_of, tokens_of
-from services.worker.handoffs import FirstTokens, Refused, import_failed_of
+from services.worker.handoffs import FirstTokens, HandoffLeg, Refused
 from services.worker.host import WorkerHost
 from services.worker.session import RouterSession
-
-log = logging.getLogger(__name__)
 
 
 class DecodePhase:
@@ -45,7 +42,7 @@ class DecodePhase:
         DecodeLeg(self._host, self._intake, session, command).start()
 
 
-class DecodeLeg:
+class DecodeLeg(HandoffLeg):
     """A decode leg is registered in `session.legs` from `start` until `_close`.
 
     It may carry several answers to one prompt. Each is a sequence of its own once it has its first token, ends by
@@ -56,9 +53,8 @@ class DecodeLeg:
     def __init__(
         self, host: WorkerHost, intake: ImportIntake, session: RouterSession, command: worker_pb2.DecodeCommand
     ) -> None:
-        self._host = host
+        super().__init__(host, session, command)
         self._intake = intake
-        self._session = session
         self._command = command
         self._sequences = host.new_sequences(command, Mode.GENERATE)
         """One for each answer, by index."""
@@ -76,11 +72,6 @@ class DecodeLeg:
         self._compiling: asyncio.Task[BatonError | None] | None = None
         """Compiles the constraint while the KV is taken in."""
         self._deadline: asyncio.TimerHandle | None = None
-        self._over = False
-
-    @property
-    def number(self) -> int:
-        return self._command.leg
 
     def start(self) -> None:
         """Starts the leg: without a handoff the engine queues the sequence, else the handoff's KV is taken in.
@@ -296,29 +287,8 @@ class DecodeLeg:
         if not self._over:
             self._emit(worker_pb2.LegEvent(ready=worker_pb2.ImportReady(leg=self.number, **copied)))
 
-    def _import_failed(self, error: Exception) -> None:
-        if not isinstance(error, BatonError):
-            self._host.defect(error)
-        if not self._over:
-            self._emit(import_failed_of(self._host, self.number, error))
-            self._log(logging.WARNING, f"import failed: {error}")
-
     def _deadline_passed(self) -> None:
         self._fail(DeadlineExceeded("the deadline passed on the decode worker"))
-
-    def _fail(self, error: Exception) -> None:
-        if not self._over:
-            failed = worker_pb2.LegFailed(leg=self.number, status=to_status(error))
-            self._emit(worker_pb2.LegEvent(failed=failed))
-            self._log(logging.WARNING, f"failed: {error}")
-        self.cancel()
-
-    def _log(self, level: int, what: str) -> None:
-        log.log(level, "leg %d: %s", self.number, what, extra=ids(self._command.request_id, self._command.traceparent))
-
-    def _emit(self, event: worker_pb2.LegEvent) -> None:
-        self._session.emit(event)
-        self._session.flush()
 
     def _close(self) -> None:
         self._over = True

@@ -45,7 +45,7 @@ class KVSize:
         return self.num_blocks * self.block_bytes
 
     def num_sequences(self, memory_bytes: int) -> int:
-        """Returns how many such sequences that share nothing fit into so much memory."""
+        """Returns how many of these sequences, which share nothing, fit into the memory."""
         return memory_bytes // self.block_bytes // max(1, self.num_blocks)
 
     def seconds(self, bytes_per_s: float) -> float:

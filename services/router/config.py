@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from services.core.addresses import bare_host, is_loopback
 from services.core.config import (
-    A_DURATION,
     A_LOG_INTERVAL,
     DAY_S,
     DEFAULT_CONTROL_PORT,
     DEFAULT_PORT,
-    duration,
+    duration_option,
     log_interval,
     option,
-    positive,
+    port_option,
+    positive_option,
 )
-from services.core.config import port as is_port
 from services.core.errors import ConfigError
 from services.core.jaeger import A_WEB_ADDRESS, JAEGER_HELP, is_web_address
 from services.core.process_config import DrainConfig, ListenConfig, LogConfig, ModelName
@@ -37,6 +37,10 @@ def is_origin(text: str) -> bool:
 
 def objective_ms(value: float) -> bool:
     return 0 < value <= DAY_S * 1000
+
+
+def _objective(default_ms: float, help: str) -> Any:
+    return option(default_ms, help, check=objective_ms, must="must be positive, and at most a day")
 
 
 def demand_private_keys(host: str, is_allowed: bool) -> None:
@@ -87,7 +91,7 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
     """Keeps the configuration of a router."""
 
     # Where the router listens.
-    port: int = option(DEFAULT_PORT, "gRPC port; 0 picks a free one", check=is_port, must="must be in [0, 65535]")
+    port: int = port_option(DEFAULT_PORT, "gRPC port; 0 picks a free one")
     http_port: int = option(
         -1, "port of the OpenAI-style HTTP API; 0 picks a free one, -1 none", check=lambda v: -1 <= v <= 65535
     )
@@ -108,30 +112,19 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
         must="must be an origin, such as https://app.example, or *",
     )
     control_host: str = option("127.0.0.1", "address to bind for workers and operators")
-    control_port: int = option(
+    control_port: int = port_option(
         DEFAULT_CONTROL_PORT,
         "gRPC port for workers, baton status, top, slo, explain, drain, calibrate and plan --live; 0 picks a free one",
-        check=is_port,
-        must="must be in [0, 65535]",
     )
-    max_message_bytes: int = option(16 << 20, "largest request", check=positive, must="must be positive")
-    max_text_bytes: int = option(
-        2 << 20,
-        "largest prompt text, bytes in UTF-8: what is longer is refused before it is tokenised",
-        check=positive,
-        must="must be positive",
+    max_message_bytes: int = positive_option(16 << 20, "largest request")
+    max_text_bytes: int = positive_option(
+        2 << 20, "largest prompt text, bytes in UTF-8: what is longer is refused before it is tokenised"
     )
-    max_pending_bytes: int = option(
-        1 << 30,
-        "bytes of all requests that are read, wait or run at once, over gRPC and HTTP together",
-        check=positive,
-        must="must be positive",
+    max_pending_bytes: int = positive_option(
+        1 << 30, "bytes of all requests that are read, wait or run at once, over gRPC and HTTP together"
     )
-    max_concurrent_rpcs: int = option(
-        4096,
-        "gRPC calls at once; when full, one that waits for its client is ended, else the new one refused",
-        check=positive,
-        must="must be positive",
+    max_concurrent_rpcs: int = positive_option(
+        4096, "gRPC calls at once; when full, one that waits for its client is ended, else the new one refused"
     )
     tokenizer_threads: int = option(
         0, "threads that tokenise long texts; 0 takes half of the cores", check=lambda v: v >= 0, must="must be >= 0"
@@ -149,62 +142,33 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
         must="must be in [1, 65536]",
     )
     # Admission.
-    max_queue: int = option(
-        1024, "requests of one model that may wait for a worker", check=positive, must="must be positive"
-    )
-    queue_timeout_s: float = option(120.0, "longest wait for a busy worker, seconds", check=duration, must=A_DURATION)
-    no_worker_timeout_s: float = option(
-        30.0, "longest wait while no worker is ready, seconds", check=duration, must=A_DURATION
-    )
-    aging_s: float = option(
-        10.0,
-        "a request that has waited this long is served within a bound, whatever its priority, seconds",
-        check=duration,
-        must=A_DURATION,
+    max_queue: int = positive_option(1024, "requests of one model that may wait for a worker")
+    queue_timeout_s: float = duration_option(120.0, "longest wait for a busy worker, seconds")
+    no_worker_timeout_s: float = duration_option(30.0, "longest wait while no worker is ready, seconds")
+    aging_s: float = duration_option(
+        10.0, "a request that has waited this long is served within a bound, whatever its priority, seconds"
     )
     # Health.
     canaries: bool = option(True, "check workers, and transfers between them, with tiny requests of its own")
-    canary_period_s: float = option(
-        30.0,
-        "how often a healthy worker is asked again and its answer compared, seconds",
-        check=duration,
-        must=A_DURATION,
+    canary_period_s: float = duration_option(
+        30.0, "how often a healthy worker is asked again and its answer compared, seconds"
     )
-    step_timeout_s: float = option(
-        30.0,
-        "a worker whose device step runs longer is stuck: its requests go elsewhere, seconds",
-        check=duration,
-        must=A_DURATION,
+    step_timeout_s: float = duration_option(
+        30.0, "a worker whose device step runs longer is stuck: its requests go elsewhere, seconds"
     )
     # Sessions.
-    heartbeat_s: float = option(0.5, "interval of heartbeats to workers, seconds", check=duration, must=A_DURATION)
-    silence_s: float = option(2.0, "a worker silent this long is lost, seconds", check=duration, must=A_DURATION)
-    register_s: float = option(1.0, "how often workers register again, seconds", check=duration, must=A_DURATION)
+    heartbeat_s: float = duration_option(0.5, "interval of heartbeats to workers, seconds")
+    silence_s: float = duration_option(2.0, "a worker silent this long is lost, seconds")
+    register_s: float = duration_option(1.0, "how often workers register again, seconds")
     # Objectives.
-    slo_ttft_ms: float = option(
-        500.0,
-        "objective for the time to the first token, ms",
-        check=objective_ms,
-        must="must be positive, and at most a day",
+    slo_ttft_ms: float = _objective(500.0, "objective for the time to the first token, ms")
+    slo_tpot_ms: float = _objective(
+        100.0, "objective for the mean time of a token after the first, ms, for baton slo, top and the console"
     )
-    slo_tpot_ms: float = option(
-        100.0,
-        "objective for the mean time of a token after the first, ms, for baton slo, top and the console",
-        check=objective_ms,
-        must="must be positive, and at most a day",
+    slo_itl_ms: float = _objective(
+        200.0, "objective for the longest time between two tokens of a request, ms, for baton slo, top and the console"
     )
-    slo_itl_ms: float = option(
-        200.0,
-        "objective for the longest time between two tokens of a request, ms, for baton slo, top and the console",
-        check=objective_ms,
-        must="must be positive, and at most a day",
-    )
-    slo_e2e_ms: float = option(
-        5000.0,
-        "objective for the time to the last token, ms",
-        check=objective_ms,
-        must="must be positive, and at most a day",
-    )
+    slo_e2e_ms: float = _objective(5000.0, "objective for the time to the last token, ms")
     log_prompts: bool = option(
         False,
         "write prompts to the log, and show prompts and outputs in the console; else neither has text of clients",

@@ -53,7 +53,7 @@ def ablations(
     objective: Objective,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Ablation]:
-    """Returns what each thing brings on so many workers; at least two, since one cannot be split."""
+    """Returns what each thing brings on a number of workers; at least two, since one cannot be split."""
     return _Ablations(trace, profile, num_workers, objective, tell).found()
 
 

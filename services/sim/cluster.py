@@ -74,10 +74,10 @@ class SimPlan:
     cold_start_s: float = 10.0
     """How long after its death a worker is back, with nothing in its memory; infinite for never."""
     slowness: tuple[tuple[str, float], ...] = ()
-    """Workers whose steps take so many times as long."""
+    """Workers, each with how many times as long its steps take."""
     unreported: tuple[tuple[str, float], ...] = ()
-    """Workers whose steps take so many times as long by a cause that the figures which they report do not show, such as
-    a machine that is throttled or shared."""
+    """Workers, each with how many times as long its steps take by a cause that its reported figures do not show, for
+    instance a machine that is throttled or shared."""
     capacities: tuple[tuple[str, float], ...] = ()
     """What workers declare as their capacities; 1 for all others."""
     rules: WorkerRules = field(default_factory=WorkerRules)
@@ -140,7 +140,7 @@ class Ejected:
 class Outcome:
     requests: list[Served]
     seconds: float
-    """From the first arrival to the last end, also of a request that failed, in virtual time."""
+    """Virtual time from the first arrival to the last end, also of a request that failed."""
     gaps_s: dict[float, int]
     """How often each gap between two tokens of a stream occurred, rounded up to four digits: what keeps a bound does so
     before it is rounded too."""

@@ -31,8 +31,8 @@ class StepTimings:
     second_ms: dict[int, list[float]] = field(default_factory=dict)
     """Gaps between the first token and the second, of requests alone, by the tokens of their prompts."""
     saturated_ms: dict[int, list[float]] = field(default_factory=dict)
-    """From one prompt's first token to the next one's while another always waits and each is handed over to another
-    worker, by the tokens of each. If the phases have workers of their own on one host, decode workers are busy
+    """Times from one prompt's first token to the next one's while another always waits and each is handed over to
+    another worker, by the tokens of each. If the phases have workers of their own on one host, decode workers are busy
     meanwhile."""
     beside_ms: list[float] = field(default_factory=list)
     """Gaps between tokens of `beside_streams` meanwhile."""

@@ -1,6 +1,6 @@
 """Counts a simulated worker's KV blocks, and remembers which parts of prompts stand in them: its prefix cache.
 
-A part is what a trace names: so many tokens, whose name stands for them and for all before them. Sequences with the
+A part is what a trace names: some tokens, whose name stands for them and for all before them. Sequences with the
 same part use the same blocks. A part that nobody uses stays until its blocks are needed, the longest unused one first,
 as in the engine's own cache. What else a sequence has computed stays there too when it leaves, as a remnant: only the
 same sequence could use it again, after a preemption, but it takes its turn in making room. Owns: counts and names.
@@ -87,7 +87,7 @@ class SimPool:
         return self.num_free + self.num_cached
 
     def take(self, count: int) -> None:
-        """Takes so many blocks, which must be available. What nobody uses makes room."""
+        """Takes `count` blocks, which must be available. What nobody uses makes room."""
         assert count <= self.available
         while self.num_free < count:
             oldest = next(iter(self._unused))
@@ -105,11 +105,11 @@ class SimPool:
         self.num_free -= count
 
     def give(self, count: int) -> None:
-        """Frees so many blocks, in which nothing is left that anybody could use."""
+        """Frees `count` blocks, in which nothing is left that anybody could use."""
         self.num_free += count
 
     def leave(self, first_block: int, count: int) -> Remnant | None:
-        """Leaves so many blocks that one sequence has computed in the cache; returns them if they stay there."""
+        """Leaves `count` blocks that one sequence has computed in the cache; returns them if they stay there."""
         if not self._caches or count <= 0:
             self.num_free += max(0, count)
             return None

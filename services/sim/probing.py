@@ -26,7 +26,7 @@ _GAPS = 24
 _SATURATING = 8
 """Prompts that wait for one another, of each size in each round."""
 _STREAM_TOKENS = 400
-"""Of the streams beside them: they last longer than the prompts, or the prompts end with them."""
+"""Tokens of each stream beside them: it lasts longer than the prompts, or they end with it."""
 
 Times = list[float]
 
@@ -34,9 +34,9 @@ Times = list[float]
 @dataclass
 class _Answer:
     times_s: Times
-    """After which each token came."""
+    """The time after which each token came."""
     computed_ms: float = 0.0
-    """Of the time to the first token: what its worker took to compute the prompt."""
+    """Milliseconds that the worker took to compute the prompt, of the time to the first token."""
 
     @property
     def around_ms(self) -> float:

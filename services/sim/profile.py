@@ -9,7 +9,6 @@ measured steps of many sizes, its points take the place of the fixed parts and o
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
 import json
@@ -37,7 +36,7 @@ class WorkerProfile:
     name: str
     ms_per_prefill_token: float
     ms_per_decode_step: float
-    """Of a step with a single decoding sequence."""
+    """A step with a single decoding sequence."""
     ms_per_decode_sequence: float
     """What each further sequence adds to it."""
     ms_per_prefill_step: float = 0.0
@@ -59,7 +58,7 @@ class WorkerProfile:
     decode_points: Points = ()
     """Over its decoding sequences."""
     mixed_factor: float = 0.0
-    """If not 0: a step with prompts and decodes takes so many times what one of as many prompt tokens takes, as in
+    """If not 0: a step with prompts and decodes takes this many times what one of as many prompt tokens takes, as in
     Splitwise's simulator."""
     num_blocks: int = 4096
     block_size: int = 16
@@ -75,9 +74,6 @@ class WorkerProfile:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "name":
-                # It is shown on terminals.
-                if not isinstance(value, str) or not value.isprintable():
-                    raise ConfigError(f"profile {value!r}: the name must be text that can be printed")
                 continue
             if field.name.endswith("_points"):
                 self._check_points(field.name, value)
@@ -126,7 +122,7 @@ class WorkerProfile:
         return dataclasses.replace(self, **changes)
 
     def slowed(self, times: float) -> WorkerProfile:
-        """Returns the profile of a worker whose steps take so many times as long."""
+        """Returns the profile of a worker whose steps take `times` times as long."""
         if times == 1.0:
             return self
         changes: dict[str, Any] = {}
@@ -139,7 +135,7 @@ class WorkerProfile:
         return dataclasses.replace(self, **changes)
 
     def prefill_ms(self, prompt_tokens: int, attended_tokens: float = 0.0) -> float:
-        """Returns the milliseconds of a step that computes so many prompt tokens and nothing else; `attended_tokens` is
+        """Returns the milliseconds of a step that computes `prompt_tokens` and nothing else; `attended_tokens` is
         the sum of what each of them attends to."""
         if not prompt_tokens:
             return 0.0
@@ -183,7 +179,7 @@ class WorkerProfile:
         return self.prefill_beside_factor > 1 or self.decode_beside_factor > 1
 
     def decode_s(self, num_steps: int, num_decodes: int, context_tokens: float) -> float:
-        """Returns the seconds of so many steps in a row that only decode, in each of which every context grows."""
+        """Returns the seconds of `num_steps` steps in a row that only decode, in each of which every context grows."""
         growth = num_decodes * num_steps * (num_steps - 1) / 2 * self.ms_per_context_token / 1e3
         return num_steps * self.decode_ms(num_decodes, context_tokens) / 1e3 + growth
 
@@ -230,13 +226,10 @@ def write_profile(path: Path, profile: WorkerProfile) -> None:
     """Writes the profile. What stands at `path` is replaced once the new one is whole. Raises OSError with `path`."""
     beside = path.with_name(f".{path.name}.new")
     try:
-        beside.unlink(missing_ok=True)
-        with beside.open("x") as file:  # which follows no link
-            file.write(json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n")
+        beside.write_text(json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n")
         beside.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
+        beside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -263,8 +256,6 @@ def _from_table(path: Path, lines: Sequence[tuple[int, Mapping[str, str | None]]
     if not rows:
         raise ConfigError(f"{path}: has no measurements")
     kinds = sorted({row.kind for row in rows})
-    if not all(kind.isprintable() for kind in kinds):
-        raise ConfigError(f"{path}: {', '.join(kinds)!r} must be text that can be printed")
     kind, gpus = name, ""
     if name not in kinds:
         kind, _, gpus = name.rpartition(":")
@@ -297,7 +288,7 @@ class _Measured:
     kind: str
     gpus: str
     prompt_tokens: int
-    """Of each sequence."""
+    """Tokens of each sequence's prompt."""
     sequences: int
     prompt_ms: float
     token_ms: float

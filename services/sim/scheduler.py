@@ -116,7 +116,7 @@ _rank = attrgetter("rank")
 
 @record
 class SimStep:
-    """Says what a step computes: a token of each of `decodes`, and so many tokens of each prompt in `parts`."""
+    """Says what a step computes: a token of each of `decodes`, and a number of tokens of each prompt in `parts`."""
 
     decodes: list[SimLeg]
     parts: list[tuple[SimLeg, int]]
@@ -130,7 +130,7 @@ class SimScheduler:
     ) -> None:
         """`limits_leased_blocks` says whether leases may hold half of the pool at most, except a worker's only one."""
         self.running: dict[int, SimLeg] = {}
-        """By leg, in order of admission."""
+        """Sequences of the batch by leg, in order of admission."""
         self.adopted: deque[SimLeg] = deque()
         self.preempted: list[SimLeg] = []
         self.waiting: list[SimLeg] = []
@@ -233,13 +233,13 @@ class SimScheduler:
         return max(1, most)
 
     def num_missing(self, decodes: list[SimLeg], num_steps: int) -> int:
-        """Returns how many blocks so many steps in a row need that are not there yet. The token that a step samples
+        """Returns how many blocks `num_steps` steps in a row need that are not there yet. The token that a step samples
         needs none before the step after it."""
         size, more = self._profile.block_size, num_steps - 1
         return sum(max(0, -(-(work.context + more) // size) - work.all_blocks) for work in decodes)
 
     def cover(self, decodes: list[SimLeg], num_more: int = 0) -> None:
-        """Gives sequences the blocks of their tokens and so many more, which must be available."""
+        """Gives sequences the blocks of their tokens and of `num_more` tokens, which must be available."""
         size = self._profile.block_size
         for work in decodes:
             num_tokens = work.num_tokens + work.num_output + num_more
@@ -344,7 +344,7 @@ class SimScheduler:
     # Blocks
 
     def hold(self, work: SimLeg, hits: Hits, num_fresh: int) -> None:
-        """Gives a sequence what the cache has of it, and so many blocks more."""
+        """Gives a sequence what the cache has of it, and `num_fresh` blocks more."""
         self._pool.hold(hits, work.remnant)
         self._pool.take(num_fresh)
         work.held, work.num_held_blocks = hits.parts, hits.num_part_blocks

@@ -3,7 +3,7 @@
 Few are simulated. Those that could not do the work in the time that bounds allow are left out, however well it was
 spread (`needs`). Where more workers make nothing worse, so are those with fewer prefill workers than meet the bounds of
 TTFT beside plenty of decode workers, and those with fewer decode workers than meet the bounds of TPOT and ITL beside so
-few prefill workers. A simulation ends as soon as so many requests are late that a bound must be broken.
+few prefill workers. A simulation ends as soon as enough requests are late for a bound to be broken.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Found:
     split: Candidate | None
     """If the best is not split: the best of the clusters at its cost that are, whether it meets the goal or not."""
     nearest: Candidate | None
-    """Of those simulated, the one with the largest margin, if none meets the goal."""
+    """The one of those simulated with the largest margin, if none meets the goal."""
     out_of_reach: Mapping[str, float]
     """Bounds that no number of workers meets, with what a request takes alone on an idle worker, in milliseconds."""
     fewest: SimPlan
@@ -92,8 +92,8 @@ def search(
     progress: Callable[[str], None] = lambda line: None,
     router: CoordinatorConfig | None = None,
 ) -> Found:
-    """Simulates clusters of at most so many workers, the cheapest first, until one meets the goal and another too.
-    `router` is theirs; None for the default."""
+    """Simulates clusters of at most `most_workers` workers, the cheapest first, until one meets the goal and another
+    too. `router` is theirs; None for the default."""
     plan = SimPlan(profile=profile, decode_profile=decode_profile)
     if router is not None:
         plan = dataclasses.replace(plan, router=router)

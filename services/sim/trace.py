@@ -16,7 +16,7 @@ MOONCAKE_BLOCK = 512
 MOST_S = 1e9
 """How long a trace may be, thirty years: virtual time must tell one message from the next."""
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 100, 40_000
-"""Ids below the first are special ones in many vocabularies; the default model's has more than so many."""
+"""Ids below the first are special ones in many vocabularies; the default model's has more others."""
 
 
 @dataclass(frozen=True, slots=True)

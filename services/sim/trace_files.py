@@ -17,14 +17,13 @@ import csv
 import dataclasses
 import datetime
 import hashlib
-import itertools
 import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from services.rpc.names import Attr, Span
 from services.sim.trace import MOST_S, TracedRequest
@@ -32,11 +31,6 @@ from services.sim.trace import MOST_S, TracedRequest
 _MOST_TOKENS = 100_000_000
 _LATEST_S = 1e11
 """In seconds since 1970, or since the trace began: the year 5138."""
-_LONGEST_LINE = 1 << 26
-"""In characters: a file without lines must not fill the memory."""
-_MOST_IDS = 1_000_000
-"""Of the prompts of one conversation together, which repeat all before them: a short line of many answers would fill
-the memory."""
 _CHARACTERS_PER_TOKEN = 4
 """Of a conversation's text, about what tokenizers make of English."""
 _CHUNK_TOKENS = 16
@@ -51,24 +45,12 @@ def read_trace(path: Path) -> list[TracedRequest]:
     """Returns the requests in the order of their arrival. Raises ValueError, which names the line, for a file of
     another format, for a request that cannot be, and for one that arrives before the one above it (where the lines are
     requests)."""
-    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        # Excel puts a mark before the text. What is no UTF-8 stays apart, and is refused in names by `_check`.
-        lines = _lines(path, file)
-        requests = list(_json_requests(path, lines) if path.suffix == ".jsonl" else _azure(path, lines))
+    with open(path, newline="", encoding="utf-8-sig") as file:  # Excel puts a mark before the text
+        requests = list(_json_requests(path, file) if path.suffix == ".jsonl" else _azure(path, file))
     if not requests:
         raise ValueError(f"{path} has no requests")
     first_s = requests[0].at_s
     return [dataclasses.replace(request, at_s=request.at_s - first_s) for request in requests]
-
-
-def _lines(path: Path, file: TextIO) -> Iterator[str]:
-    for number in itertools.count(1):
-        line = file.readline(_LONGEST_LINE)
-        if len(line) == _LONGEST_LINE:
-            raise ValueError(f"{path}:{number}: is longer than {_LONGEST_LINE} characters")
-        if not line:
-            return
-        yield line
 
 
 # JSON lines
@@ -148,16 +130,8 @@ def _check(request: TracedRequest) -> None:
     for name, value in (("prompt", request.prompt_tokens), ("output", request.output_tokens)):
         if not 0 <= value <= _MOST_TOKENS:
             raise ValueError(f"the {name} has {value} tokens")
-    if any(abs(block_id) >= 1 << 63 for block_id in request.block_ids):
-        raise ValueError("an id of a block has more than 64 bits")
     if not 0 <= request.at_s <= _LATEST_S:
         raise ValueError(f"it arrives at {request.at_s}")
-    if not -(1 << 31) <= request.priority < 1 << 31:
-        raise ValueError(f"its priority is {request.priority}")
-    try:
-        (request.caller + request.session).encode()
-    except UnicodeEncodeError:
-        raise ValueError("its caller or its session is no text") from None
 
 
 def _mooncake(row: Mapping[str, Any]) -> TracedRequest:
@@ -197,7 +171,7 @@ def _turns(number: int, row: Mapping[str, Any]) -> Iterator[TracedRequest]:
     at_ms = row.get("timestamp", (number - 1 + chance.random()) * 1e3)
     assert isinstance(at_ms, int | float)
     session = _told(row, "id", f"line {number}")
-    at_s, said, chunk_ids, num_ids = at_ms / 1e3, "", list[int](), 0
+    at_s, said, chunk_ids = at_ms / 1e3, "", list[int]()
     for message in row["conversations"]:
         speaker = message.get("from", message.get("role"))
         text = message.get("value", message.get("content"))
@@ -206,9 +180,6 @@ def _turns(number: int, row: Mapping[str, Any]) -> Iterator[TracedRequest]:
         if _SPEAKERS[speaker] == "assistant" and said:
             output_tokens = max(1, len(text) // _CHARACTERS_PER_TOKEN)
             chunk_ids += _chunk_ids(said, len(chunk_ids))
-            num_ids += len(chunk_ids)
-            if num_ids > _MOST_IDS:
-                raise ValueError(f"its prompts have more than {_MOST_IDS * _CHUNK_TOKENS} tokens together")
             yield TracedRequest(
                 at_s,
                 max(1, len(said) // _CHARACTERS_PER_TOKEN),

@@ -45,7 +45,7 @@ _TOKEN = 1
 _LONGEST_RUN_S = 5.0
 """Steps taken together last at most this long: the router must hear of a leg now and then."""
 _OFFERED_AGAIN_S = 2.0
-"""After a refusal, the router offers a handoff again within so long, if it does at all."""
+"""Seconds within which the router offers a refused handoff again, if it does at all."""
 
 Tell = Callable[["SimWorker", Sequence[LegEvent], Load], None]
 NoteGap = Callable[[float, int], None]
@@ -324,7 +324,7 @@ class SimWorker:
         self.scheduler.cover(run.decodes)  # the step that is under way has its blocks
 
     def _absorb(self, run: _Run, num_steps: int, until_s: float) -> None:
-        """Gives sequences the tokens of so many steps of the run, the last of which ended at `until_s`. What lies
+        """Gives sequences the tokens of `num_steps` steps of the run, the last of which ended at `until_s`. What lies
         before a sequence's first token of them may be more than a step: its handoff, its wait for others' step."""
         self.busy_s += until_s - run.started_s
         step_s = (until_s - run.started_s - run.delay_s) / num_steps
@@ -363,7 +363,7 @@ class SimWorker:
             self._schedule(run)
 
     def _steps_within(self, run: _Run, elapsed_s: float) -> int:
-        """Returns how many of its steps had ended before so much time had passed; at most all but the last."""
+        """Returns how many of its steps had ended after `elapsed_s` seconds; at most all but the last."""
         low, high = 1, run.num_steps
         while low < high:
             middle = (low + high) // 2

@@ -12,7 +12,7 @@ import asyncio
 import logging
 
 from baton.v1 import types_pb2, worker_pb2
-from services.core.errors import BatonError, DeadlineExceeded, InvalidRequest, LayoutMismatch, LeaseInvalid, unforeseen
+from services.core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, LeaseInvalid, unforeseen
 from services.core.hashing import num_blocks_for
 from services.core.ids import new_lease_id
 from services.kv.handoff_admission import AdmissionPolicy, EngineRoom
@@ -20,19 +20,16 @@ from services.kv.imports import Import, ImportState
 from services.kv.lease import Lease
 from services.kv.pool import Holder
 from services.kvtransfer.client import FetchOrder, FetchOutcome
-from services.rpc.logging import ids, log_ids
+from services.rpc.logging import log_ids
 from services.rpc.names import Attr, Event, Span
 from services.rpc.parameters import MAX_ANSWERS, within
 from services.rpc.plain import enum_word
-from services.rpc.status import to_status
 from services.rpc.telemetry import Attributes, Value
 from services.store.engine import StoreEngine
 from services.worker.commands import lease_ended_of, num_answers_of
-from services.worker.handoffs import Expected, HandoffIntake, Refused, import_failed_of
+from services.worker.handoffs import Expected, HandoffIntake, HandoffLeg, Refused
 from services.worker.host import WorkerHost
 from services.worker.session import RouterSession
-
-log = logging.getLogger(__name__)
 
 
 class StorePhase:
@@ -50,7 +47,7 @@ class StorePhase:
         ParkLeg(self._host, self._engine, self._intake, session, command).start()
 
 
-class ParkLeg:
+class ParkLeg(HandoffLeg):
     """A park leg is registered in `session.legs` from `start` until `_close`."""
 
     def __init__(
@@ -61,10 +58,9 @@ class ParkLeg:
         session: RouterSession,
         command: worker_pb2.ParkCommand,
     ) -> None:
-        self._host = host
+        super().__init__(host, session, command)
         self._engine = engine
         self._intake = intake
-        self._session = session
         self._command = command
         self._arrival_s = host.clock.now()
         self._import: Import | None = None
@@ -72,12 +68,6 @@ class ParkLeg:
         self._task: asyncio.Task[None] | None = None
         """Takes the KV in."""
         self._deadline: asyncio.TimerHandle | None = None
-        self._over = False
-        """Whether the router has given the leg up, or has been told that it failed: it hears no more of it."""
-
-    @property
-    def number(self) -> int:
-        return self._command.leg
 
     def start(self) -> None:
         """Admits or refuses the handoff at once, and begins to fetch it."""
@@ -192,19 +182,8 @@ class ParkLeg:
         self._fail(DeadlineExceeded("the deadline passed while the handoff was parked"))
 
     def _import_failed(self, error: Exception) -> None:
-        if not isinstance(error, BatonError):
-            self._host.defect(error)
-        if not self._over:
-            self._emit(import_failed_of(self._host, self.number, error))
-            self._log(logging.WARNING, f"import failed: {error}")
+        super()._import_failed(error)
         self._over = True
-
-    def _fail(self, error: Exception) -> None:
-        if not self._over:
-            failed = worker_pb2.LegFailed(leg=self.number, status=to_status(error))
-            self._emit(worker_pb2.LegEvent(failed=failed))
-            self._log(logging.WARNING, f"failed: {error}")
-        self.cancel()
 
     def _close(self) -> None:
         self._over = True
@@ -218,13 +197,6 @@ class ParkLeg:
         self._host.leg_over(self._session, self.number)
 
     # -- what shows ----------------------------------------------------------------------------------------------------
-
-    def _emit(self, event: worker_pb2.LegEvent) -> None:
-        self._session.emit(event)
-        self._session.flush()
-
-    def _log(self, level: int, what: str) -> None:
-        log.log(level, "leg %d: %s", self.number, what, extra=ids(self._command.request_id, self._command.traceparent))
 
     def _note(self, outcome: FetchOutcome) -> None:
         """Counts the transfer, and records its span."""

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 JsonMessage: TypeAlias = dict[str, Any]
 
 BEAT_S = 0.5
-"""Every process sends a BEAT so often, in seconds, from a thread of its own: one that is stopped does not."""
+"""Seconds between two BEATs that every process sends, from a thread of its own: one that is stopped does not."""
 
 # From all of vLLM's processes. `who` is FRONT, CORE or RANK.
 HELLO, BEAT, BROKEN = "hello", "beat", "broken"

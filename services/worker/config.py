@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from services.core.addresses import is_dialable
 from services.core.config import (
     A_DEVICE,
-    A_DURATION,
     DTYPES,
     FEWEST_BLOCKS,
     KV_DTYPES,
     LEAST_CAPACITY,
     MOST_CAPACITY,
     QUANTIZATION,
-    duration,
+    duration_option,
     option,
+    port_option,
     positive,
+    positive_option,
 )
 from services.core.config import device as is_device
-from services.core.config import port as is_port
 from services.core.ids import WORKER_ID_FORM, is_worker_id
 from services.core.process_config import DrainConfig, ListenConfig, LogConfig, ModelName
 from services.rpc.membership import MembershipConfig
@@ -103,11 +103,9 @@ class ModelConfig(ComputeConfig, ModelName):
         check=lambda v: 0 <= v <= 1024,
         must="must be in [0, 1024]",
     )
-    max_num_seqs: int = option(64, "most sequences in one step", check=positive, must="must be positive")
+    max_num_seqs: int = positive_option(64, "most sequences in one step")
     max_model_len: int = option(0, "most tokens of prompt and output; 0 takes the model's", check=lambda v: v >= 0)
-    max_num_batched_tokens: int = option(
-        512, "most tokens in one step; longer prompts run in chunks", check=positive, must="must be positive"
-    )
+    max_num_batched_tokens: int = positive_option(512, "most tokens in one step; longer prompts run in chunks")
     decode_graphs: bool = option(True, "on a GPU, run steps of decodes as CUDA graphs where that is faster")
     capacity: float = option(
         1.0,
@@ -123,7 +121,7 @@ class PeerConfig(LogConfig, DrainConfig, TransferConfig, MembershipConfig, Liste
     """Keeps what everyone has who hands KV over: where it listens and whom it joins, transfers, sessions, telemetry."""
 
     # Where the worker listens and which routers it joins.
-    port: int = option(0, "gRPC port; 0 picks a free one", check=is_port, must="must be in [0, 65535]")
+    port: int = port_option(0, "gRPC port; 0 picks a free one")
     router: tuple[str, ...] = option(
         (),
         "control port of a router to join, host:port; repeatable; a name with several addresses joins all",
@@ -144,31 +142,17 @@ class PeerConfig(LogConfig, DrainConfig, TransferConfig, MembershipConfig, Liste
         must=f"is no worker's name: {WORKER_ID_FORM}",
     )
     # Transfer.
-    kv_port: int = option(
-        0,
-        "port of the socket that other workers read KV from; 0 picks a free one",
-        check=is_port,
-        must="must be in [0, 65535]",
-    )
+    kv_port: int = port_option(0, "port of the socket that other workers read KV from; 0 picks a free one")
     shm_dir: str = option("", "folder for the pool's Unix socket, shared between containers (default: abstract socket)")
-    staging_mb: int = option(
-        256,
-        "host memory through which a pool on a GPU hands over by shared memory, MiB; a pool on a CPU needs none",
-        check=positive,
-        must="must be positive",
+    staging_mb: int = positive_option(
+        256, "host memory through which a pool on a GPU hands over by shared memory, MiB; a pool on a CPU needs none"
     )
     checksums: bool = option(False, "verify every imported block with xxh3")
-    lease_ttl_s: float = option(
-        10.0, "life of a sealed lease that no one fetches or holds, seconds", check=duration, must=A_DURATION
-    )
-    stall_s: float = option(
-        5.0, "longest wait for a destination to copy an announced block, seconds", check=duration, must=A_DURATION
-    )
+    lease_ttl_s: float = duration_option(10.0, "life of a sealed lease that no one fetches or holds, seconds")
+    stall_s: float = duration_option(5.0, "longest wait for a destination to copy an announced block, seconds")
     # Sessions.
-    heartbeat_s: float = option(0.5, "interval of heartbeats to routers, seconds", check=duration, must=A_DURATION)
-    silence_s: float = option(
-        5.0, "a router silent this long has lost its session, seconds", check=duration, must=A_DURATION
-    )
+    heartbeat_s: float = duration_option(0.5, "interval of heartbeats to routers, seconds")
+    silence_s: float = duration_option(5.0, "a router silent this long has lost its session, seconds")
     max_message_bytes: int = option(64 << 20, "largest gRPC message", check=positive)
     # Observability.
     cost_per_hour: float = option(

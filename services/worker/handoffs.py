@@ -1,11 +1,12 @@
 """Takes handoffs in, whatever becomes of them: what a decode leg and a store's leg have in common.
 
-Owns: whether a handoff is admitted, and that what a source seals is what the command says. Never: whose the blocks are
-afterwards, or what a router is told.
+Owns: whether a handoff is admitted, that what a source seals is what the command says, and how such a leg speaks to its
+router. Never: whose the blocks are afterwards.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from baton.v1 import types_pb2, worker_pb2
@@ -14,9 +15,13 @@ from services.core.errors import BatonError, LayoutMismatch, ProtocolViolation
 from services.kv.handoff_admission import AdmissionPolicy, EngineRoom, Refusal
 from services.kvtransfer.client import FetchOrder, FetchOutcome, lease_may_live
 from services.kvtransfer.wire import layout_from_proto
+from services.rpc.logging import ids
 from services.rpc.parameters import are_logprobs
 from services.rpc.status import to_status
 from services.worker.host import WorkerHost
+from services.worker.session import RouterSession
+
+log = logging.getLogger(__name__)
 
 FirstTokens = tuple[types_pb2.SequenceTokens, ...]
 """The first token of each answer, by index."""
@@ -50,12 +55,49 @@ class Expected:
     """Output position of these."""
 
 
-def import_failed_of(host: WorkerHost, leg: int, error: Exception) -> worker_pb2.LegEvent:
-    """Counts an import that failed, and returns the event that tells the router."""
-    reason = error.reason if isinstance(error, BatonError) else BatonError.reason
-    host.tally.transfers_failed[reason.lower()] += 1
-    failed = worker_pb2.ImportFailed(leg=leg, lease_alive=lease_may_live(error), status=to_status(error))
-    return worker_pb2.LegEvent(import_failed=failed)
+class HandoffLeg:
+    """Tells a router what becomes of a leg that takes a handoff in. The leg itself says how it is given up."""
+
+    def __init__(
+        self, host: WorkerHost, session: RouterSession, command: worker_pb2.DecodeCommand | worker_pb2.ParkCommand
+    ) -> None:
+        self.number = command.leg
+        self._host = host
+        self._session = session
+        self._ids = ids(command.request_id, command.traceparent)
+        self._over = False
+        """Whether the router has given the leg up, or has been told that it failed: it hears no more of it."""
+
+    def cancel(self) -> None:
+        """Gives the leg up."""
+        raise NotImplementedError
+
+    def _emit(self, event: worker_pb2.LegEvent) -> None:
+        self._session.emit(event)
+        self._session.flush()
+
+    def _import_failed(self, error: Exception) -> None:
+        """Counts an import that failed, and tells the router unless the leg is over."""
+        if not isinstance(error, BatonError):
+            self._host.defect(error)
+        if not self._over:
+            reason = error.reason if isinstance(error, BatonError) else BatonError.reason
+            self._host.tally.transfers_failed[reason.lower()] += 1
+            failed = worker_pb2.ImportFailed(
+                leg=self.number, lease_alive=lease_may_live(error), status=to_status(error)
+            )
+            self._emit(worker_pb2.LegEvent(import_failed=failed))
+            self._log(logging.WARNING, f"import failed: {error}")
+
+    def _fail(self, error: Exception) -> None:
+        if not self._over:
+            failed = worker_pb2.LegFailed(leg=self.number, status=to_status(error))
+            self._emit(worker_pb2.LegEvent(failed=failed))
+            self._log(logging.WARNING, f"failed: {error}")
+        self.cancel()
+
+    def _log(self, level: int, what: str) -> None:
+        log.log(level, "leg %d: %s", self.number, what, extra=self._ids)
 
 
 class HandoffIntake:

@@ -93,10 +93,10 @@ class Machine:
     def register_blocks(
         self, memory: BlockMemory, reader: Executor, incarnation: int, *, ucx: Mapping[str, str]
     ) -> NixlSource:
-        return NixlSource(memory, reader, incarnation, self._token, ucx=ucx)
+        return NixlSource(memory, reader, incarnation, ucx=ucx)
 
     def read_registered(self, memory: BlockMemory, *, ucx: Mapping[str, str]) -> NixlDestination:
-        return NixlDestination(memory, self._token, ucx=ucx, clock=self.awake)
+        return NixlDestination(memory, ucx=ucx, clock=self.awake)
 
     def staging_area(self, num_slots: int, block_bytes: int, device: str) -> StagingArea:
         """Returns host memory for copies of blocks of a pool on `device`. The caller closes it."""

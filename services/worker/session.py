@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import Clock
-from services.core.errors import BatonError, DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation
+from services.core.errors import BatonError, DeadlineExceeded, ProtocolViolation, StaleIncarnation
 from services.core.timeouts import timeout_after
 from services.kv.index_log import IndexChanges
 from services.kv.verdicts import Verdicts
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 WORKER_SERVICE = "baton.v1.WorkerService"
 _MOST_MERGED_TOKENS = 2048
 """The most in one event of a leg: with twenty log-probabilities each they take half a megabyte."""
-MOST_SESSIONS = 64
-"""The most routers that a worker serves: each is sent a message for every step."""
 _MOST_BYTES = 1 << 20
 """The most bytes of events in one message. Events that have accumulated behind a slow router go in several."""
 
@@ -303,8 +301,6 @@ class SessionHost:
             if older.number >= hello.session_number:
                 raise ProtocolViolation(f"session {hello.session_number} is not newer than {older.number}")
             older.end()
-        elif len(self._sessions) >= MOST_SESSIONS:
-            raise Overloaded(f"{MOST_SESSIONS} routers have sessions, and no more may", retry_after_s=1.0)
         session = RouterSession(hello)
         self._sessions[hello.router_incarnation] = session
         log.info("session %d of router %x open", session.number, session.router_incarnation)

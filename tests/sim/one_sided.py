@@ -46,7 +46,7 @@ class SimNixlSource(NixlSource):
         self._incarnation = incarnation
         pool = Region(0, memory.num_blocks * memory.block_bytes, "sim")
         card = Card(incarnation, Region(0, PROBE_BYTES, "cpu"), pool, memory.block_bytes, b"sim")
-        self._offer = types_pb2.KVOffer(transport=self.transport, nixl_metadata=card.to_offer(""))
+        self._offer = types_pb2.KVOffer(transport=self.transport, nixl_metadata=card.to_offer())
         fabric.pools[incarnation] = self
         node.on_death.append(self.close)
 
@@ -69,7 +69,6 @@ class SimNixlDestination(NixlDestination):
         self.silence_s = 5.0
         self.threads = thread
         self._memory = memory
-        self._token = ""
         self._clock = clock
         self._peers = {}
         self._meetings = {}

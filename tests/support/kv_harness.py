@@ -38,8 +38,8 @@ from services.kvtransfer.transports.shm_source import ShmSource
 from services.kvtransfer.transports.staging import Staging, StagingArea
 from services.kvtransfer.transports.tcp_destination import TcpDestination
 from services.kvtransfer.transports.tcp_source import TcpSource
-from services.kvtransfer.transports.tcp_tls import Contexts
 from services.kvtransfer.wire import layout_to_proto
+from services.rpc.certificates import Certificates
 from services.rpc.serving import GrpcServer
 from services.rpc.status import from_call
 from tests.support.kv_memory import DeviceMemory, MemfdMemory, content
@@ -50,7 +50,7 @@ LAYOUT = Layout("tiny", "weights", "config", "float32", num_layers=2, num_kv_hea
 TOKEN = types_pb2.SequenceTokens(leg=1, position=0, token_ids=[42])
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not is_installed(), reason="NIXL is not installed"))
 UCX = {"NET_DEVICES": "lo"}
-TLS: Contexts | None = None
+TLS: Certificates | None = None
 """What sources and destinations wrap their sockets in; a test may set it."""
 
 
@@ -68,7 +68,7 @@ class LateNixl:
     description = "nixl"
 
     def __init__(self, memory: MemfdMemory, reader: ThreadPoolExecutor, incarnation: int) -> None:
-        self._make = lambda: NixlSource(memory, reader, incarnation, CLUSTER_TOKEN, ucx=UCX)
+        self._make = lambda: NixlSource(memory, reader, incarnation, ucx=UCX)
         self.end: NixlSource | None = None
 
     def offer(self) -> types_pb2.KVOffer:
@@ -252,7 +252,7 @@ class Destination:
         self.table = ImportTable(on_freed=self.freed.append)
         self.mappings = MappingCache(layout.block_bytes)
         self.sockets = TcpDestination(CLUSTER_TOKEN, silence_s=silence_s, tls=TLS)
-        self.nixl = NixlDestination(self.memory, CLUSTER_TOKEN, ucx=UCX, silence_s=silence_s)
+        self.nixl = NixlDestination(self.memory, ucx=UCX, silence_s=silence_s)
         self.peers = Peers(dial, from_call, silence_s=silence_s)
         self.borrower = Borrower(self.peers, layout)
         self.fetcher = BlockFetcher(

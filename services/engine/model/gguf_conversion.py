@@ -1,8 +1,7 @@
 """Converts a GGUF file to a model directory with transformers.
 
 Owns: the corrections of what that conversion leaves out or gets wrong: end-of-sequence ids, chat template, digit
-splitting, and weights that are missing. Never: the file format itself, which the package `gguf` of llama.cpp reads
-after `gguf_header` has checked it.
+splitting, and weights that are missing. Never: the file format itself, which the package `gguf` of llama.cpp reads.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from services.core.errors import UnsupportedModel
 from services.engine.model import kept_blocks
-from services.engine.model.gguf_header import check_header
 
 _END_OF_TEXT = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -34,12 +32,15 @@ def convert_gguf(path: Path, directory: Path) -> None:
     """
     if directory.exists():
         return
-    check_header(path)
+    try:
+        metadata = _metadata(path)
+    except (ValueError, LookupError, OSError) as error:
+        raise UnsupportedModel(f"{path} is damaged or incomplete, fetch it again: {error}") from error
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         partial = Path(scratch) / "model"
         try:
-            _write(path, partial)
+            _write(path, metadata, partial)
         except (ValueError, KeyError, NotImplementedError, OSError) as error:
             raise UnsupportedModel(f"{path} cannot be converted: {error}") from error
         try:
@@ -49,8 +50,7 @@ def convert_gguf(path: Path, directory: Path) -> None:
                 raise
 
 
-def _write(path: Path, directory: Path) -> None:
-    metadata = _metadata(path)
+def _write(path: Path, metadata: dict[str, Any], directory: Path) -> None:
     folder, name = str(path.parent), path.name
     model, found = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -82,6 +82,6 @@ def _write(path: Path, directory: Path) -> None:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """Returns the scalar fields of the file's header."""
+    """Returns the scalar fields of the file's header. It raises errors of several kinds if the file ends too early."""
     fields = GGUFReader(path).fields.values()
     return {field.name: field.contents() for field in fields if len(field.types) == 1}

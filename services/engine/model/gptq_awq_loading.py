@@ -2,14 +2,15 @@
 
 transformers makes the model and loads what is not quantised, through its interface for quantisers; which linear layers
 are quantised is what the files say, and their tensors are read here, as they are.
-Owns: which tensors a layer must have, and of which shapes; each is checked before it is read, so that neither
-config.json nor a header of a file makes this process allocate more than the files hold. Never: what the numbers mean
-(`gptq_awq`).
+Owns: which tensors a layer must have, and of which shapes. Never: what the numbers mean (`gptq_awq`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +24,21 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from services.core.errors import UnsupportedModel
 from services.engine.model.gptq_awq import METHODS, Packing, SavedLinear, packing_of
-from services.engine.model.tensor_headers import TensorHeader
 
 _METHOD = "baton-saved-layers"
 """The name under which transformers finds the quantiser below."""
 _TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 _WORDS, _SCALES = ("I32",), ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Locates a tensor in the checkpoint's files, with its type and shape from the header."""
+
+    file: Path
+    dtype: str
+    """The type's name in safetensors: "I32", "F16"."""
+    shape: tuple[int, ...]
 
 
 class SavedLayers:
@@ -37,7 +47,6 @@ class SavedLayers:
     def __init__(self, packing: Packing, tensors: Mapping[str, TensorHeader]) -> None:
         self._packing = packing
         self._tensors = tensors
-        self._nbytes = sum(file.stat().st_size for file in {each.file for each in self._tensors.values()})
         names = (name.rpartition(".") for name in self._tensors)
         self.names = frozenset(layer for layer, _, tensor in names if tensor == "qweight")
         """Names of the layers."""
@@ -54,11 +63,6 @@ class SavedLayers:
             layer = self._empty(name, _linear(model, name))
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer)
-        rest = sum(each.numel() for each in model.parameters())
-        if rest > self._nbytes:
-            raise UnsupportedModel(
-                f"config.json describes {rest} weights that are not quantised, and the files have {self._nbytes} bytes"
-            )
 
     def fill(self, model: nn.Module) -> None:
         """Reads the tensors of all layers that were replaced. Raises UnsupportedModel if they do not belong
@@ -115,13 +119,27 @@ class SavedLayers:
                     yield tensor, file.get_tensor(f"{name}.{tensor}")
 
 
-def saved_layers(config: PreTrainedConfig, tensors: Mapping[str, TensorHeader]) -> SavedLayers | None:
-    """Returns the quantised layers of the checkpoint that has these tensors, or None if it is not one of GPTQ or AWQ.
-    Raises UnsupportedModel if it is one that is not read."""
+def saved_layers(config: PreTrainedConfig, directory: Path) -> SavedLayers | None:
+    """Returns the quantised layers of the checkpoint, or None if it is not one of GPTQ or AWQ. Raises UnsupportedModel
+    if it is one that is not read, SafetensorError if a file is damaged, and OSError if one is missing."""
     fields = getattr(config, "quantization_config", None)
     if not isinstance(fields, dict) or fields.get("quant_method") not in tuple(METHODS):  # it may be unhashable
         return None
-    return SavedLayers(packing_of(fields), tensors)
+    return SavedLayers(packing_of(fields), _tensor_headers(directory))
+
+
+def _tensor_headers(directory: Path) -> dict[str, TensorHeader]:
+    """Returns the headers of all tensors by their names, from the files that transformers reads."""
+    names, index = ["model.safetensors"], directory / "model.safetensors.index.json"
+    if not (directory / names[0]).is_file() and index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    found: dict[str, TensorHeader] = {}
+    for path in (directory / name for name in names):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118, it is no mapping
+                part = file.get_slice(name)
+                found[name] = TensorHeader(path, part.get_dtype(), tuple(part.get_shape()))
+    return found
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear | Conv1D:

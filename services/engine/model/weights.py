@@ -7,8 +7,6 @@ is missing. Never: where directories come from (the command line resolves names)
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from transformers.utils.logging import disable_progress_bar
 from services.core.errors import UnsupportedModel
 from services.core.printable import printable
 from services.engine.model.gptq_awq_loading import saved_layers
-from services.engine.model.tensor_headers import TensorHeader, tensor_headers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types in which a model can be served, by the names that flags and layouts use."""
@@ -30,9 +27,6 @@ KV_DTYPES = {**DTYPES, "int8": torch.int8}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KV_DTYPE_NAMES = {dtype: name for name, dtype in KV_DTYPES.items()}
 
-_FORGIVEN = 1 << 24
-"""Weights that config.json may describe beyond twice those that there are: a model that lacks some is refused by the
-name of what it lacks, once it is loaded."""
 _MAX_REASON = 500
 """Characters of another library's message that are shown."""
 _INSTEAD = "take it in 16 bits, as GPTQ or AWQ, or as a GGUF file"
@@ -63,10 +57,7 @@ def load_model(directory: Path, dtype: str, device: torch.device, attention: str
         quantised_by = _quantised_by(config)
         if getattr(config, "transformers_weights", None):
             raise UnsupportedModel("its config.json names files of weights (transformers_weights): name them as usual")
-        headers = tensor_headers(directory)
-        saved = saved_layers(config, headers)
-        if not quantised_by:
-            _demand_that_files_have(config, headers)
+        saved = saved_layers(config, directory)
         if saved is not None:
             saved.announce(config)
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -101,19 +92,6 @@ def load_model(directory: Path, dtype: str, device: torch.device, attention: str
     if model.dtype not in DTYPE_NAMES:
         raise UnsupportedModel(f"{directory} has weights of {model.dtype}; give --dtype")
     return model.to(device).eval().requires_grad_(False)
-
-
-def _demand_that_files_have(config: PreTrainedConfig, headers: Mapping[str, TensorHeader]) -> None:
-    """Raises UnsupportedModel if config.json describes a far larger model than the files have weights for, for which
-    transformers would allocate memory, and spend time, before it finds them missing."""
-    num_layers = config.get_text_config(decoder=True).num_hidden_layers
-    if num_layers > len(headers):  # each has a tensor at least
-        raise UnsupportedModel(f"its config.json has {num_layers} layers, and its files have {len(headers)} tensors")
-    with torch.device("meta"):
-        described = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
-    present = sum(math.prod(each.shape) for each in headers.values())
-    if described > 2 * present + _FORGIVEN:
-        raise UnsupportedModel(f"its config.json describes {described} weights, and its files have {present}")
 
 
 def _on_a_line(error: Exception) -> str:

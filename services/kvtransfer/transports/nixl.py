@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import hmac
 import logging
 import mmap
 import struct
@@ -39,11 +38,9 @@ from services.kvtransfer.transports.shm import PoolAnnouncer
 log = logging.getLogger(__name__)
 
 _CARD = struct.Struct("<8sQQQQQ16s")
-"""What comes before NIXL's own metadata in an offer, after the proof: magic, incarnation, address of the hello, address
-of the pool, bytes of a block, number of blocks, device."""
+"""What comes before NIXL's own metadata in an offer: magic, incarnation, address of the hello, address of the pool,
+bytes of a block, number of blocks, device."""
 _MAGIC = b"bat-nixl"
-_PROOF_BYTES = 32
-_MOST_CARD_BYTES = 64 << 10
 _HELLO = struct.Struct("<8sQ")
 """What is read of a source at first, from memory registered for it: magic, incarnation."""
 _MEET_S = 10.0
@@ -81,8 +78,7 @@ class Card:
     metadata: bytes
     """What NIXL must know of its agent."""
 
-    def to_offer(self, token: str) -> bytes:
-        """Returns the bytes of the offer, which show that their writer has the cluster token."""
+    def to_offer(self) -> bytes:
         card = _CARD.pack(
             _MAGIC,
             self.incarnation,
@@ -92,26 +88,20 @@ class Card:
             self.num_blocks,
             self.pool.device.encode(),
         )
-        return _proof(token, card + self.metadata) + card + self.metadata
+        return card + self.metadata
 
     @classmethod
-    def of_offer(cls, offered: bytes, token: str) -> Card:
-        """Returns the card. Raises ProtocolViolation unless the bytes are, to the last, what a member of this cluster
-        wrote: NIXL's own metadata may crash the process that loads them altered."""
-        proof, card = offered[:_PROOF_BYTES], offered[_PROOF_BYTES:]
-        if not _CARD.size <= len(card) <= _MOST_CARD_BYTES or not hmac.compare_digest(proof, _proof(token, card)):
-            raise ProtocolViolation(
-                "the source's NIXL offer was altered, or its writer does not have the cluster token"
-            )
-        magic, incarnation, hello, pool, block_bytes, num_blocks, device = _CARD.unpack_from(card)
-        if magic != _MAGIC or not block_bytes or not num_blocks:
+    def of_offer(cls, offered: bytes) -> Card:
+        """Returns the card. Raises ProtocolViolation if the bytes are none, as of another version."""
+        if len(offered) < _CARD.size or not offered.startswith(_MAGIC):
             raise ProtocolViolation("the source's NIXL offer makes no sense")
+        _, incarnation, hello, pool, block_bytes, num_blocks, device = _CARD.unpack_from(offered)
         return cls(
             incarnation,
             Region(hello, PROBE_BYTES, "cpu"),
             Region(pool, block_bytes * num_blocks, device.rstrip(b"\0").decode("ascii", "replace")),
             block_bytes,
-            card[_CARD.size :],
+            offered[_CARD.size :],
         )
 
     @property
@@ -122,19 +112,13 @@ class Card:
         return self.pool.part(block_id * self.block_bytes, self.block_bytes)
 
 
-def _proof(token: str, said: bytes) -> bytes:
-    return hmac.digest(token.encode(), b"baton nixl offer" + said, "sha256")
-
-
 class NixlSource:
     """Implements `SourceEnd`: registers the pool for as long as it is open. Raises NixlUnavailable."""
 
     transport = types_pb2.TRANSPORT_NIXL
     description = "nixl"
 
-    def __init__(
-        self, memory: BlockMemory, reader: Executor, incarnation: int, token: str, *, ucx: Mapping[str, str]
-    ) -> None:
+    def __init__(self, memory: BlockMemory, reader: Executor, incarnation: int, *, ucx: Mapping[str, str]) -> None:
         self._memory = memory
         self._reader = reader
         pool = whole(memory)
@@ -144,7 +128,7 @@ class NixlSource:
         self._agent.register(pool)
         self._agent.register(self._hello.region)
         card = Card(incarnation, self._hello.region, pool, memory.block_bytes, self._agent.metadata)
-        self._offer = types_pb2.KVOffer(transport=self.transport, nixl_metadata=card.to_offer(token))
+        self._offer = types_pb2.KVOffer(transport=self.transport, nixl_metadata=card.to_offer())
 
     def offer(self) -> types_pb2.KVOffer:
         return self._offer
@@ -193,7 +177,6 @@ class NixlDestination:
     def __init__(
         self,
         memory: BlockMemory,
-        token: str,
         *,
         ucx: Mapping[str, str],
         clock: Clock | None = None,
@@ -203,7 +186,6 @@ class NixlDestination:
         self.silence_s = silence_s
         self.threads: Executor = DaemonThreads(None, "kv-nixl")
         self._memory = memory
-        self._token = token
         self._ucx = ucx
         self._clock = clock or MonotonicClock()
         self._peers: dict[int, Peer] = {}
@@ -244,7 +226,7 @@ class NixlDestination:
             return peer
         meeting = self._meetings.get(source.incarnation)
         if meeting is None:
-            card = self._check(source, Card.of_offer(offer.nixl_metadata, self._token))
+            card = self._check(source, Card.of_offer(offer.nixl_metadata))
             meeting = asyncio.create_task(self._meet(source, card), name="kv-nixl-meet")
             self._meetings[source.incarnation] = meeting
             meeting.add_done_callback(partial(self._met, source.incarnation))

@@ -44,7 +44,6 @@ from services.kvtransfer.transports.tcp import (
     prepare,
 )
 from services.kvtransfer.transports.tcp_tls import (
-    Contexts,
     TlsConnection,
     once_ready,
     reason_of,
@@ -52,6 +51,7 @@ from services.kvtransfer.transports.tcp_tls import (
     require_secret,
     wrap_dialled,
 )
+from services.rpc.certificates import Certificates
 
 NUM_CONNECTIONS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 """How many connections a fetch has: each needs a thread at both ends."""
@@ -77,7 +77,7 @@ class TcpDestination:
         timeout_s: float = 2.0,
         silence_s: float = 5.0,
         num_connections: int = NUM_CONNECTIONS,
-        tls: Contexts | None = None,
+        tls: Certificates | None = None,
     ) -> None:
         """`clock` keeps awake time, by which sources are judged. `timeout_s` bounds the time to connect and to be
         known; `silence_s` that in which a source sends nothing of what it was asked for. With `tls` blocks are read

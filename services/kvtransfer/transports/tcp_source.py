@@ -42,7 +42,8 @@ from services.kvtransfer.transports.tcp import (
     new_nonce,
     prepare,
 )
-from services.kvtransfer.transports.tcp_tls import Contexts, accepted_connection, require_secret
+from services.kvtransfer.transports.tcp_tls import accepted_connection, require_secret
+from services.rpc.certificates import Certificates
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ cluster shows so at once, and strangers that say nothing, or little, keep nobody
 IDLE_S = 120.0
 """How long a connection may ask for nothing. Destinations give theirs up sooner."""
 _SEND_BYTES = 4 << 20
-"""So many bytes are sent before it is looked again whether the fetch goes on."""
+"""Bytes that are sent before it is looked again whether the fetch goes on."""
 _SILENCE_S = 5.0
 _RETRY_ACCEPT_S = 1.0
 _REFUSAL_LOG_EVERY_S = 10.0
@@ -81,7 +82,7 @@ class TcpSource:
         port: int = 0,
         advertised_host: str = "",
         silence_s: float = _SILENCE_S,
-        tls: Contexts | None = None,
+        tls: Certificates | None = None,
     ) -> None:
         """`port` 0 takes a free one. `advertised_host` is where destinations reach `host`. With `tls` nothing passes
         but inside TLS, to peers whose certificates name a worker or a store; then `token` may be empty. Raises
@@ -172,7 +173,7 @@ class _Server:
         find: Callable[[bytes, int], TcpAnnouncer | None],
         incarnation: int,
         token: str,
-        tls: Contexts | None,
+        tls: Certificates | None,
         host: str,
         port: int,
         silence_s: float,

@@ -12,12 +12,13 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from services.core.errors import TransferFailed
 from services.core.printable import printable
 from services.kvtransfer.transports.tcp import Connection, Stranger
 from services.rpc.authentication import STORE, WORKER, identity
+from services.rpc.certificates import Certificates
 
 T = TypeVar("T")
 
@@ -30,21 +31,13 @@ _SEND_BYTES = 256 << 10
 time for silence counts as silent."""
 
 
-class Contexts(Protocol):
-    """Makes the contexts of new connections, by the certificates that there are now."""
-
-    def server_context(self) -> ssl.SSLContext: ...
-
-    def peer_context(self) -> ssl.SSLContext: ...
-
-
-def require_secret(token: str, tls: Contexts | None) -> None:
+def require_secret(token: str, tls: Certificates | None) -> None:
     """Raises ValueError if nothing would tell a stranger from a peer."""
     if not token and tls is None:
         raise ValueError("without a cluster token, KV is given inside TLS only")
 
 
-def accepted_connection(accepted: socket.socket, silence_s: float, tls: Contexts | None) -> Connection:
+def accepted_connection(accepted: socket.socket, silence_s: float, tls: Certificates | None) -> Connection:
     """Returns the answering end of a connection, to be established. Raises OSError if the peer has left."""
     if tls is None:
         return Connection(accepted, silence_s)
@@ -52,7 +45,7 @@ def accepted_connection(accepted: socket.socket, silence_s: float, tls: Contexts
     return TlsConnection(wrapped, silence_s)
 
 
-def wrap_dialled(tls: Contexts, dialled: socket.socket) -> ssl.SSLSocket:
+def wrap_dialled(tls: Certificates, dialled: socket.socket) -> ssl.SSLSocket:
     """Returns the socket as the dialling end of a connection in TLS, whose handshake is to come."""
     return tls.peer_context().wrap_socket(dialled, do_handshake_on_connect=False)
 

@@ -27,6 +27,16 @@ async def test_it_says_that_one_runs_as_which_pid_and_what_to_type(
     assert "baton up --port 0" in told
 
 
+async def test_where_clients_talk_to_it_is_not_guessed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The control port alone is taken: the running cluster serves clients on another port than the one asked for."""
+    monkeypatch.setenv("BATON_CLUSTER_TOKEN", CLUSTER_TOKEN)
+    flags = ["--port=0", f"--control-port={cluster.router.control_port}", "--http-port=-1", "--metrics-port=-1"]
+    assert await asyncio.to_thread(main, ["up", *flags]) == EXIT_USAGE
+    assert f"baton chat --target 127.0.0.1:{cluster.router.port}; " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("beside_a_cluster", [False, True])
 async def test_a_port_that_somebody_else_has_is_told_as_such(
     beside_a_cluster: bool, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

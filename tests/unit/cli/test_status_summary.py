@@ -67,7 +67,7 @@ def test_the_lines() -> None:
     assert lines[1:] == [
         "requests   5 running, 2 waiting",
         "tokens/s   0.5 in, 0.2 out  (last 60 s)",
-        "TTFT       p50 500.0 ms, p95 500.0 ms  (1 requests in the last 60 s)",
+        "TTFT       p50 500.0 ms, p95 500.0 ms  (1 request in the last 60 s)",
         "",
         "worker     role     health          running  waiting  KV in use",
         "prefill-0  prefill  ready                 4        0     10/100",

@@ -145,10 +145,7 @@ ROW = '{"timestamp": 1, "input_length": 5, "output_length": 6}'
         ("a.csv", [HEAD, GOOD, "2123-11-16 18:16:50.0000000,1,1"], ":3: it arrives 3.16e+09 s from the first"),
         ("b.jsonl", [ROW, ROW.replace("1,", "0,", 1)], ":2: it arrives before the one above it"),
         ("b.jsonl", [ROW, ROW[:-1] + ', "hash_ids": [1e300]}'], ":2: "),
-        ("b.jsonl", [ROW, ROW[:-1] + ', "priority": 99999999999}'], ":2: its priority is 99999999999"),
-        ("b.jsonl", [ROW, ROW[:-1] + ', "session": "\\ud800"}'], ":2: its caller or its session is no text"),
         ("b.jsonl", [ROW, "[" * 100_000], ":2: "),
-        ("b.jsonl", [ROW, "\udcff\udcfe"], ":2: "),
         ("a.csv", [HEAD, GOOD, "2023-11-16 18:16:50.9951690," + "1" * 200_000 + ",2"], ":3: field larger"),
         ("c.jsonl", [TALK, '{"conversations": [{"from": "human"}]}'], ":2: 'human' has said NoneType, not text"),
         ("c.jsonl", [TALK, '{"conversations": 5}'], ":2: "),
@@ -160,7 +157,7 @@ ROW = '{"timestamp": 1, "input_length": 5, "output_length": 6}'
 )
 def test_a_bad_line_is_named(tmp_path: Path, name: str, lines: list[str], reason: str) -> None:
     path = tmp_path / name
-    path.write_text("\n".join(lines) + "\n", errors="surrogateescape")
+    path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=re.escape(f"{path}{reason}")):
         read_trace(path)
 

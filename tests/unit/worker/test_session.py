@@ -8,10 +8,10 @@ import pytest
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2
 from services.core.clock import ManualClock
-from services.core.errors import DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation, WorkerFailed
+from services.core.errors import DeadlineExceeded, ProtocolViolation, StaleIncarnation, WorkerFailed
 from services.kv.index_log import IndexChanges, IndexLog
 from services.kv.verdicts import Verdicts
-from services.worker.session import MOST_SESSIONS, Outbox, RouterSession, SessionHost
+from services.worker.session import Outbox, RouterSession, SessionHost
 from tests.support.patience import HANG_S
 
 Request = worker_pb2.SessionRequest
@@ -192,22 +192,6 @@ async def test_a_wrong_hello_is_refused(harness: Harness, first: Request, error:
     with pytest.raises(error):
         await harness.serve()
     assert len(harness.host) == 0
-
-
-async def test_more_routers_than_the_bound_are_refused_and_those_there_stay(harness: Harness) -> None:
-    """A lying router would else open thousands of sessions, and each of them is sent every step's message."""
-
-    def hello(number: int, session: int = 1) -> Request:
-        said = worker_pb2.SessionHello(router_incarnation=number, session_number=session, worker_incarnation=7)
-        return Request(hello=said)
-
-    opened = [harness.host._open(hello(number)) for number in range(1, MOST_SESSIONS + 1)]
-    with pytest.raises(Overloaded, match="64 routers have sessions"):
-        harness.host._open(hello(MOST_SESSIONS + 1))
-    assert not any(session.ended.is_set() for session in opened)
-    harness.host._open(hello(1, session=2))
-    assert opened[0].ended.is_set(), "a newer session of a router that has one is taken all the same"
-    assert len(harness.host) == MOST_SESSIONS
 
 
 def test_an_event_of_merged_tokens_has_no_more_fields_than_a_router_takes() -> None:

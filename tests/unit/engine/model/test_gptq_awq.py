@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,7 @@ def test_what_is_not_read(fields: dict[str, Any], reason: str) -> None:
 def test_a_method_that_is_no_word_is_none_of_these() -> None:
     config = PreTrainedConfig()
     config.quantization_config = {"quant_method": ["gptq"], "bits": 4}
-    assert saved_layers(config, {}) is None
+    assert saved_layers(config, Path()) is None
 
 
 def test_the_words_for_a_layout() -> None:
