@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.v1 import control_pb2, worker_pb2
-from services.core.clock import Clock
+from services.core.clock import AwakeClock, Clock
 from services.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, unforeseen
 from services.core.hashing import unpack_hashes
-from services.core.timeouts import AwakeClock
 from services.router.answer import Answer, timings_of
 from services.router.coordinator import Coordinator
-from services.router.coordinator.actions import (
+from services.router.coordinator.events import (
     Action,
     CancelLeg,
     Defect,
@@ -37,11 +36,13 @@ from services.router.coordinator.actions import (
     EmitTokens,
     GroupsChanged,
     HealthChanged,
+    LegEvent,
+    RequestSpec,
     SendLeg,
     Stage,
     StageEnded,
+    WorkerInfo,
 )
-from services.router.coordinator.events import LegEvent, RequestSpec, WorkerInfo
 from services.router.coordinator.workers import Pair, Worker
 from services.router.policy import Role
 from services.router.policy.health import Health

@@ -1,6 +1,6 @@
 """Records why a worker was chosen: every candidate's terms, who was left out and why, and what decided. Pure.
 
-Owns: the record of one choice and what follows from it. Never: the choice itself (`placement.py`), or how records are
+Owns: the record of one choice and what follows from it. Never: the choice itself (`cluster.py`), or how records are
 kept and shown. A record is made for each placement, so it only holds on to what the choice looked at; the terms are
 computed again when somebody asks.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from services.core.records import record
 from services.router.policy.filter import LeftOutWorkers, Reasons
-from services.router.policy.prefix_sources import PrefixOutcome, PrefixSource
+from services.router.policy.known_cache import PrefixOutcome, PrefixSource
 from services.router.policy.splitting import SplitCosts, WhySplit, WhyUnsplit
 from services.router.policy.terms import Term
 from services.router.policy.views import Job, Source, WorkerView
