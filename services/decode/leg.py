@@ -33,10 +33,9 @@ from services.rpc.names import Attr, Event, Span
 from services.rpc.plain import enum_word
 from services.rpc.status import to_status
 from services.rpc.telemetry import Attributes, Value
-from services.worker.commands import prompt_tokens_of, tokens_of
 from services.worker.handoffs import FirstTokens, Refused, import_failed_of
 from services.worker.host import WorkerHost
-from services.worker.session import RouterSession
+from services.worker.session import RouterSession, prompt_tokens_of, tokens_of
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
 """Serves the sessions of WorkerService: the one stream between a router and this worker.
 
-Owns: the session's legs, its outbox, its liveness, how far its router knows the prefix cache, and the hub that brings
-the engine's events to the legs. Everything a session started ends with it, at once; a newer session
-of the same router incarnation ends the older first. Reader, writer and the watch over the router are separate tasks:
-none of them waits for another. Never: what a message means (WorkerHost), or what a leg does (services.prefill,
-services.decode).
+Owns: the session's legs, the hub that brings the engine's events to them, the messages in which they tell the router,
+the outbox of these, how far the router knows the prefix cache, and the session's liveness. Everything a session started
+ends with it, at once; a newer session of the same router incarnation ends the older first. Reader, writer and the watch
+over the router are separate tasks: none of them waits for another. Never: what a message means (WorkerHost), or what a
+leg does (services.prefill, services.decode).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Protocol
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
@@ -22,8 +22,9 @@ from services.core.clock import Clock, timeout_after
 from services.core.errors import BatonError, DeadlineExceeded, Overloaded, ProtocolViolation, StaleIncarnation
 from services.core.hashing import pack_hashes
 from services.engine.config import StepReport
-from services.engine.schedule.sequence import SequenceEvent
+from services.engine.schedule.sequence import Finish, PromptScored, SequenceEvent, Token
 from services.kv.index_log import IndexChanges
+from services.kv.lease import Lease, LeaseState
 from services.kv.verdicts import Verdicts
 from services.rpc.interceptors import CallContext
 from services.rpc.silence import PeerWatch
@@ -32,6 +33,12 @@ from services.worker.model_text import give_model_text
 log = logging.getLogger(__name__)
 
 WORKER_SERVICE = "baton.v1.WorkerService"
+_END_REASONS = {
+    LeaseState.RELEASED: worker_pb2.LEASE_END_REASON_RELEASED,
+    LeaseState.EXPIRED: worker_pb2.LEASE_END_REASON_EXPIRED,
+    LeaseState.ABORTED: worker_pb2.LEASE_END_REASON_ABORTED,
+}
+_REASONS = {Finish.STOP: types_pb2.FINISH_REASON_STOP, Finish.LENGTH: types_pb2.FINISH_REASON_LENGTH}
 _MOST_MERGED_TOKENS = 2048
 """The most in one event of a leg: with twenty log-probabilities each they take half a megabyte."""
 MOST_SESSIONS = 64
@@ -378,6 +385,36 @@ def _parts(changes: IndexChanges) -> Iterator[worker_pb2.CacheEvents]:
             stored=pack_hashes(hash for hash, there in part if there),
             removed=pack_hashes(hash for hash, there in part if not there),
         )
+
+
+def lease_ended_of(leg: int, lease: Lease) -> worker_pb2.LegEvent:
+    """Returns the event that tells the router how a leg's lease has ended."""
+    ended = worker_pb2.LeaseEnded(leg=leg, reason=_END_REASONS[lease.state])
+    return worker_pb2.LegEvent(lease_ended=ended)
+
+
+def tokens_of(leg: int, event: Token, index: int = 0) -> types_pb2.SequenceTokens:
+    """Returns the message that carries one sampled token, of the leg's answer with that index, to the router."""
+    message = types_pb2.SequenceTokens(leg=leg, index=index, position=event.position, token_ids=[event.token.token_id])
+    if event.token.logprob is not None:
+        message.logprobs.append(types_pb2.TokenLogprobs(logprob=event.token.logprob, top=_top(event.token.top)))
+    if event.finish is not None:
+        message.finish.reason = _REASONS[event.finish]
+        if event.stop_token_id is not None:
+            message.finish.stop_token_id = event.stop_token_id
+    return message
+
+
+def prompt_tokens_of(leg: int, event: PromptScored) -> worker_pb2.LegEvent:
+    """Returns the event that carries log-probabilities of the prompt to the router."""
+    message = worker_pb2.PromptTokens(leg=leg, position=event.position)
+    for token in event.tokens:
+        message.logprobs.add(logprob=token.logprob, top=_top(token.top), rank=token.rank)
+    return worker_pb2.LegEvent(prompt_tokens=message)
+
+
+def _top(top: Iterable[tuple[int, float]]) -> list[types_pb2.TopLogprob]:
+    return [types_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top]
 
 
 class EventSink(Protocol):
