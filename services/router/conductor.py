@@ -45,8 +45,8 @@ from services.router.coordinator.events import (
 )
 from services.router.coordinator.workers import Pair, Worker
 from services.router.policy import Role
+from services.router.policy.explanation import ExplainedRequest, Explanations
 from services.router.policy.health import Health
-from services.router.telemetry.explained_requests import ExplainedRequest, Explanations
 from services.router.telemetry.metrics import ConductorMetrics
 from services.router.telemetry.request_metrics import RequestRecord
 from services.router.telemetry.tracing import RequestTrace
@@ -140,9 +140,9 @@ class Conductor:
         try:
             self.coordinator.submit(spec, now)
         except BatonError as error:
-            self.explanations.refused(spec, now, str(error))
+            self.explanations.refused(spec.request_id, spec.label, now, str(error))
             raise
-        explained = self.explanations.begin(spec, now)
+        explained = self.explanations.begin(spec.request_id, spec.label, now)
         self._live[spec.request_id] = _Live(answer, trace, record, explained)
         with self.isolated("action", spec.request_id):
             record.accepted(len(spec.token_ids))
