@@ -25,7 +25,7 @@ from benchmarks.cluster import Up, cluster, request_of
 from benchmarks.figure import Figure, Findings, ratio
 from benchmarks.precision import Precision
 from benchmarks.settings import setting
-from services.router.policy.prefix_sources import MARGIN
+from services.router.policy.known_cache import MARGIN
 
 _OWN_TOKENS, _OUTPUT_TOKENS = 32, 2
 _NUM_WARM = 2

@@ -20,7 +20,7 @@ from benchmarks.answers import percentile
 from benchmarks.figure import Figure, Findings
 from benchmarks.presets_simulated import PATIENT, runner
 from benchmarks.result import Result
-from services.router.policy.long_prompts import LongPromptConfig
+from services.router.policy.filter import LongPromptConfig
 from services.sim.cluster import Outcome, SimPlan
 from services.sim.profile import WorkerProfile
 from services.sim.trace import TracedRequest

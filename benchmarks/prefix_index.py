@@ -30,8 +30,8 @@ from services.router.policy import (
     Role,
     WorkerView,
 )
+from services.router.policy.cluster import place_prefill
 from services.router.policy.known_cache import KnownCache
-from services.router.policy.placement import place_prefill
 
 _BLOCK = 16
 _NUM_PROMPTS = 200

@@ -23,10 +23,10 @@ from unittest import mock
 from benchmarks import machine
 from benchmarks.queue_mechanisms import MECHANISMS
 from services.router.coordinator import Coordinator
-from services.router.coordinator.actions import Action
 from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.events import Action
 from services.router.policy import Split
-from services.router.policy.long_prompts import LongPromptConfig
+from services.router.policy.filter import LongPromptConfig
 from services.sim.cluster import ROUTER, Death, Served, SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.trace import TracedRequest, scaled, trace_of_tenants

@@ -17,7 +17,7 @@ from services.router.coordinator.book import Book
 from services.router.coordinator.coordinator import Coordinator
 from services.router.coordinator.queue import Queue, TenantLine, handoff_order
 from services.router.coordinator.request import Phase, Request, Setbacks
-from services.router.policy import placement as policy_placement
+from services.router.policy import cluster as policy_cluster
 from services.router.policy.shares import Share, Shares
 
 Without = contextlib.AbstractContextManager[Any]
@@ -129,9 +129,7 @@ MECHANISMS: dict[str, Callable[[], Without]] = {
         placement, "_beside_shorter", lambda book, request, now: placement._beside_others(request, request.next_job())
     ),
     "until they have waited long": _kept_off_for_ever,
-    "room for handoffs in flight": _replaced(
-        policy_placement, "_no_decode_room", lambda *_: lambda worker, takers: None
-    ),
+    "room for handoffs in flight": _replaced(policy_cluster, "_no_decode_room", lambda *_: lambda worker, takers: None),
     "unsplit beside handoffs": _replaced(
         policy, "beside_handoffs", lambda job, workers, handoffs, tokens: list(workers)
     ),

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from benchmarks.figure import Figure
 from services.core.hashing import PromptHashes, block_hashes, short_hashes
 from services.router.coordinator import Coordinator
-from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -27,6 +26,7 @@ from services.router.coordinator.events import (
     ImportReady,
     PrefillStarted,
     RequestSpec,
+    SendLeg,
     SequenceEnd,
     Tokens,
     WorkerInfo,

@@ -23,12 +23,12 @@ from services.cli.sim_flags import (
     write_named,
 )
 from services.core.config import option
-from services.core.errors import BatonError, ConfigError
+from services.core.errors import ConfigError
 from services.router.placement_config import PolicyChoice
 from services.sim.calibration import profile_of, workers_of
 from services.sim.cluster import ROUTER
 from services.sim.goal import Goal, parse_goal
-from services.sim.last_hour import can_be, num_good, workload_of
+from services.sim.last_hour import num_good, workload_of
 from services.sim.plan_report import picture, plain, text, within
 from services.sim.profile import WorkerProfile
 from services.sim.report import as_json
@@ -108,8 +108,6 @@ def _workload(
         raise ConfigError(
             f"--live: {arguments.target} has had {len(recent)} requests in the last hour, too few to plan for"
         )
-    if not can_be(recent):
-        raise BatonError(f"{arguments.target}: what it says of its last hour cannot be")
     measured = None
     if not config.profile and not default_profile().is_file():
         measured = profile_of(workers_of(status, config.model), cost_per_hour=1.0)

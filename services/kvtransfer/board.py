@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from services.core.clock import Clock
-from services.core.timeouts import SOONEST_S
+from services.core.clock import SOONEST_S, Clock
 from services.kv.lease import FetchTicket, Lease
 from services.kv.lease_table import LeaseTable
 

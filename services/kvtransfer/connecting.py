@@ -11,9 +11,8 @@ import logging
 from collections.abc import Hashable, Mapping, Sequence
 
 from baton.v1 import types_pb2
-from services.core.clock import Clock
+from services.core.clock import Clock, timeout_after
 from services.core.errors import BatonError
-from services.core.timeouts import timeout_after
 from services.kv.layout import Layout
 from services.kvtransfer.transport_choice import TransportChoice
 from services.kvtransfer.transports import Copier, DestinationEnd, FetchName, ProbedEnd, TransportUnavailable

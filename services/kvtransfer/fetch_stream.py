@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from baton.v1 import kvtransfer_pb2, types_pb2
-from services.core.clock import Clock
+from services.core.clock import Clock, timeout_after
 from services.core.errors import (
     BatonError,
     Cancelled,
@@ -27,7 +27,6 @@ from services.core.errors import (
     ProtocolViolation,
     TransferFailed,
 )
-from services.core.timeouts import timeout_after
 
 FetchCall: TypeAlias = "grpc.aio.StreamStreamCall[kvtransfer_pb2.FetchRequest, kvtransfer_pb2.FetchResponse]"
 ErrorOf: TypeAlias = Callable[[grpc.RpcError], BatonError]

@@ -13,9 +13,8 @@ from typing import Any
 import grpc
 
 from baton.v1 import kvtransfer_pb2_grpc
-from services.core.clock import Clock, MonotonicClock
+from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.errors import MalformedMessage, TransferFailed
-from services.core.timeouts import timeout_after
 from services.kvtransfer.channel_cache import ChannelCache
 from services.kvtransfer.fetch_stream import ErrorOf, as_transfer_error
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
-from services.core.clock import Clock, MonotonicClock
+from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.errors import (
     DeadlineExceeded,
     Draining,
@@ -27,7 +27,6 @@ from services.core.errors import (
     TransferFailed,
 )
 from services.core.hashing import BlockHash
-from services.core.timeouts import timeout_after
 from services.kv.layout import Layout
 from services.kv.lease import FetchEnd, FetchTicket, LeaseState
 from services.kvtransfer.board import LeaseBoard

@@ -20,9 +20,8 @@ from services.rpc.logging import ids
 from services.rpc.names import Attr, Event, Span
 from services.rpc.status import to_status
 from services.rpc.telemetry import Attributes, Value
-from services.worker.commands import lease_ended_of, prompt_tokens_of, tokens_of
 from services.worker.host import WorkerHost
-from services.worker.session import RouterSession
+from services.worker.session import RouterSession, lease_ended_of, prompt_tokens_of, tokens_of
 
 log = logging.getLogger(__name__)
 

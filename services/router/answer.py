@@ -17,8 +17,7 @@ from tokenizers import Tokenizer
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import BatonError
-from services.router.coordinator.actions import EmitFinished, EmitPromptTokens, EmitStarted, Summary
-from services.router.coordinator.events import FinishReason
+from services.router.coordinator.events import EmitFinished, EmitPromptTokens, EmitStarted, FinishReason, Summary
 from services.router.coordinator.progress import LiveProgress
 from services.router.tenants.tenant import TokenUsage
 from services.router.text.output.parts import Parsed

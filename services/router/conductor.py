@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.v1 import control_pb2, worker_pb2
-from services.core.clock import Clock
+from services.core.clock import AwakeClock, Clock
 from services.core.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, unforeseen
 from services.core.hashing import unpack_hashes
-from services.core.timeouts import AwakeClock
 from services.router.answer import Answer, timings_of
 from services.router.coordinator import Coordinator
-from services.router.coordinator.actions import (
+from services.router.coordinator.events import (
     Action,
     CancelLeg,
     Defect,
@@ -37,15 +36,17 @@ from services.router.coordinator.actions import (
     EmitTokens,
     GroupsChanged,
     HealthChanged,
+    LegEvent,
+    RequestSpec,
     SendLeg,
     Stage,
     StageEnded,
+    WorkerInfo,
 )
-from services.router.coordinator.events import LegEvent, RequestSpec, WorkerInfo
 from services.router.coordinator.workers import Pair, Worker
 from services.router.policy import Role
+from services.router.policy.explanation import ExplainedRequest, Explanations
 from services.router.policy.health import Health
-from services.router.telemetry.explained_requests import ExplainedRequest, Explanations
 from services.router.telemetry.metrics import ConductorMetrics
 from services.router.telemetry.request_metrics import RequestRecord
 from services.router.telemetry.tracing import RequestTrace
@@ -139,9 +140,9 @@ class Conductor:
         try:
             self.coordinator.submit(spec, now)
         except BatonError as error:
-            self.explanations.refused(spec, now, str(error))
+            self.explanations.refused(spec.request_id, spec.label, now, str(error))
             raise
-        explained = self.explanations.begin(spec, now)
+        explained = self.explanations.begin(spec.request_id, spec.label, now)
         self._live[spec.request_id] = _Live(answer, trace, record, explained)
         with self.isolated("action", spec.request_id):
             record.accepted(len(spec.token_ids))

@@ -29,7 +29,7 @@ from services.router.coordinator import Coordinator
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.coordinator import TICK_S
 from services.router.coordinator.events import WorkerInfo
-from services.router.front.byte_budget import ByteBudget
+from services.router.front.call import ByteBudget
 from services.router.front.grpc import servicer
 from services.router.front.grpc.key import KeyInterceptor
 from services.router.front.grpc.reading import ReadInterceptor

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from services.core.config import option
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.policy import DEFAULT_SPLIT, SHARING, PolicyConfig, Selection, Split, sharing
-from services.router.policy.long_prompts import ISOLATIONS, LongPromptConfig
+from services.router.policy.filter import ISOLATIONS, LongPromptConfig
 from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT, PRESETS
 from services.router.policy_file import read_selection

@@ -81,7 +81,7 @@ def _moment(record: logging.LogRecord) -> datetime.datetime:
 class ConsoleFormatter(logging.Formatter):
     """Writes lines for people.
 
-    Example: `12:34:56.789 INFO  prefill-0 services.worker.hub: session open [request_id=req-1 trace_id=...]`
+    Example: `12:34:56.789 INFO  prefill-0 services.worker.session: session open [request_id=req-1 trace_id=...]`
     """
 
     def __init__(self, service: str, instance_id: str) -> None:

@@ -14,7 +14,9 @@ from services.core.config import DAY_S
 from services.core.errors import BatonError, ConfigError
 from services.core.hashing import ShortHash
 from services.router.coordinator import Coordinator
-from services.router.coordinator.actions import (
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.coordinator import TICK_S
+from services.router.coordinator.events import (
     Action,
     CancelLeg,
     Defect,
@@ -23,11 +25,11 @@ from services.router.coordinator.actions import (
     EmitFinished,
     EmitStarted,
     EmitTokens,
+    LegEvent,
+    RequestSpec,
     SendLeg,
+    WorkerInfo,
 )
-from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.coordinator import TICK_S
-from services.router.coordinator.events import LegEvent, RequestSpec, WorkerInfo
 from services.router.policy import Fingerprint, Load, Role
 from services.router.policy.outliers import OutlierConfig
 from services.sim.pool import PromptParts

@@ -6,12 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from services.core.config import DAY_S
 from services.sim.report import Objective
 from services.sim.trace import TracedRequest
-
-_MOST_RECENT = 65_536
-"""The most requests that a router remembers of a model (`ControlService.ListRecentRequests`)."""
 
 
 def workload_of(recent: Sequence[Any]) -> list[TracedRequest]:
@@ -37,18 +33,8 @@ def num_good(recent: Sequence[Any], objective: Objective) -> int:
     return sum(_met(objective, each) for each in recent)
 
 
-def can_be(recent: Sequence[Any]) -> bool:
-    """Returns whether a router's answer is one that a router may give."""
-    return len(recent) <= _MOST_RECENT and all(map(_is_possible, recent))
-
-
 def _met(objective: Objective, request: Any) -> bool:
     if request.failed or not request.HasField("ttft_us") or request.ttft_us > objective.ttft_s * 1e6:
         return False
     num_after = int(request.output_tokens) - 1
     return num_after < 1 or bool((request.total_us - request.ttft_us) / num_after <= objective.tpot_s * 1e6)
-
-
-def _is_possible(request: Any) -> bool:
-    lengths = (request.prompt_tokens, request.output_tokens, request.max_tokens, request.ttft_us, request.total_us)
-    return bool(min(lengths) >= 0 and 0 <= request.age_us <= DAY_S * 1e6)

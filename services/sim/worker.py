@@ -20,7 +20,6 @@ from services.core.errors import LeaseInvalid
 from services.core.hashing import ShortHash, num_blocks_for
 from services.core.step_average import StepAverage
 from services.kv.handoff_admission import AdmissionPolicy, EngineRoom
-from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -31,6 +30,7 @@ from services.router.coordinator.events import (
     LeaseEnded,
     LegEvent,
     PrefillStarted,
+    SendLeg,
     SequenceEnd,
     Tokens,
     WorkerInfo,

@@ -26,10 +26,10 @@ from services.rpc.parameters import MAX_ANSWERS, within
 from services.rpc.plain import enum_word
 from services.rpc.telemetry import Attributes, Value
 from services.store.engine import StoreEngine
-from services.worker.commands import lease_ended_of, num_answers_of
+from services.worker.commands import num_answers_of
 from services.worker.handoffs import Expected, HandoffIntake, HandoffLeg, Refused
 from services.worker.host import WorkerHost
-from services.worker.session import RouterSession
+from services.worker.session import RouterSession, lease_ended_of
 
 
 class StorePhase:

@@ -1,23 +1,19 @@
-"""Turns commands from the wire into the engine's records, and sampled tokens into messages."""
+"""Turns commands from the wire into the engine's records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from baton.v1 import types_pb2, worker_pb2
 from services.core.errors import InvalidRequest
 from services.core.seeds import answer_seed
 from services.engine.schedule.sequence import (
-    Finish,
     Mode,
-    PromptScored,
     SamplingParams,
     Sequence,
     StoppingParams,
-    Token,
 )
-from services.kv.lease import Lease, LeaseState
 from services.rpc.constraints import check_constraint
 from services.rpc.parameters import (
     MAX_ANSWERS,
@@ -31,13 +27,6 @@ from services.rpc.parameters import (
 Command = worker_pb2.PrefillCommand | worker_pb2.DecodeCommand
 """A command to compute."""
 AnyCommand = Command | worker_pb2.ParkCommand
-
-_END_REASONS = {
-    LeaseState.RELEASED: worker_pb2.LEASE_END_REASON_RELEASED,
-    LeaseState.EXPIRED: worker_pb2.LEASE_END_REASON_EXPIRED,
-    LeaseState.ABORTED: worker_pb2.LEASE_END_REASON_ABORTED,
-}
-_REASONS = {Finish.STOP: types_pb2.FINISH_REASON_STOP, Finish.LENGTH: types_pb2.FINISH_REASON_LENGTH}
 
 
 def sequence_of(
@@ -105,12 +94,6 @@ def num_answers_of(command: AnyCommand) -> int:
     return command.n if command.HasField("n") else 1
 
 
-def lease_ended_of(leg: int, lease: Lease) -> worker_pb2.LegEvent:
-    """Returns the event that tells the router how a leg's lease has ended."""
-    ended = worker_pb2.LeaseEnded(leg=leg, reason=_END_REASONS[lease.state])
-    return worker_pb2.LegEvent(lease_ended=ended)
-
-
 def further_of(first: Sequence, num_answers: int, new_seq_id: Callable[[], int]) -> list[Sequence]:
     """Returns a sequence for each answer after the first: of the same tokens, with noise of its own."""
     return [
@@ -144,27 +127,3 @@ def stopping_of(params: types_pb2.StoppingParams, eos_token_ids: frozenset[int],
     stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
     max_tokens = params.max_tokens if params.HasField("max_tokens") else max_model_len
     return StoppingParams(max_tokens=max_tokens, min_tokens=params.min_tokens, stop_token_ids=stops)
-
-
-def tokens_of(leg: int, event: Token, index: int = 0) -> types_pb2.SequenceTokens:
-    """Returns the message that carries one sampled token, of the leg's answer with that index, to the router."""
-    message = types_pb2.SequenceTokens(leg=leg, index=index, position=event.position, token_ids=[event.token.token_id])
-    if event.token.logprob is not None:
-        message.logprobs.append(types_pb2.TokenLogprobs(logprob=event.token.logprob, top=_top(event.token.top)))
-    if event.finish is not None:
-        message.finish.reason = _REASONS[event.finish]
-        if event.stop_token_id is not None:
-            message.finish.stop_token_id = event.stop_token_id
-    return message
-
-
-def prompt_tokens_of(leg: int, event: PromptScored) -> worker_pb2.LegEvent:
-    """Returns the event that carries log-probabilities of the prompt to the router."""
-    message = worker_pb2.PromptTokens(leg=leg, position=event.position)
-    for token in event.tokens:
-        message.logprobs.add(logprob=token.logprob, top=_top(token.top), rank=token.rank)
-    return worker_pb2.LegEvent(prompt_tokens=message)
-
-
-def _top(top: Iterable[tuple[int, float]]) -> list[types_pb2.TopLogprob]:
-    return [types_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top]

@@ -1,14 +1,15 @@
 """Puts a worker together: engine, block pool, leases, transfers, registration.
 
 Owns: the order of start, drain and stop; the handoff's tables; what a router's messages mean; and what phases need of
-all that. Never: what a phase does with a command, when its process is to end (`main`), or how it finishes what it has
-(`departure`).
+all that; whether the worker is to leave, and until when. Never: what a phase does with a command, what makes the worker
+leave (a signal in `main`, a router in its session), or when its process is to end (`main`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
@@ -33,19 +34,61 @@ from services.rpc.telemetry import UNTRACED, Attributes, Tracer
 from services.worker import commands, report
 from services.worker.config import ModelConfig, PeerConfig
 from services.worker.constraints import Constraints
-from services.worker.departure import Departure
-from services.worker.hub import EventHub
 from services.worker.machine import Machine
 from services.worker.phase import WorkerPhase, phase_name, role_name
 from services.worker.prefixes import PrefixLoader
 from services.worker.registration import Registrations
-from services.worker.servicer import WorkerServicer
-from services.worker.session import WORKER_SERVICE, RouterSession, SessionHost
+from services.worker.session import WORKER_SERVICE, EventHub, RouterSession, SessionHost, WorkerServicer
 from services.worker.tally import Tally
 from services.worker.tasks import OwnedTasks
 from services.worker.tier_config import LowerTierConfig
 from services.worker.tiers import WorkerTiers
 from services.worker.transfer import Site, endpoint_of, withheld
+
+
+class Departure:
+    """Lets a worker leave: it takes nothing new, finishes the legs it has, and stops at its deadline at the latest.
+
+    It may be asked for any number of times: the earliest deadline counts.
+
+    Make it on the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._deadline_s = math.inf
+
+    @property
+    def asked(self) -> bool:
+        return self._asked.is_set()
+
+    def ask(self, within_s: float) -> None:
+        self._deadline_s = min(self._deadline_s, asyncio.get_running_loop().time() + min(max(0.0, within_s), DAY_S))
+        self._asked.set()
+        self._changed.set()
+
+    def leg_over(self) -> None:
+        """Notes that a leg ended: there may be nothing left to finish."""
+        self._changed.set()
+
+    async def complete(self, num_legs: Callable[[], int]) -> int:
+        """Waits until the departure is asked for, and then until no leg is left or the deadline.
+
+        Returns the number of legs left.
+        """
+        await self._asked.wait()
+        while left := num_legs():
+            if asyncio.get_running_loop().time() >= self._deadline_s:
+                return left
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(self._deadline_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue  # the deadline has passed, unless the last leg ended in that moment
+        return 0
+
 
 log = logging.getLogger(__name__)
 

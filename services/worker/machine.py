@@ -11,10 +11,9 @@ from pathlib import Path
 
 import grpc
 
-from services.core.clock import Clock, MonotonicClock
+from services.core.clock import AwakeClock, Clock, MonotonicClock
 from services.core.daemon_threads import DaemonThreads
 from services.core.run_delay import RunDelay
-from services.core.timeouts import AwakeClock
 from services.engine.config import EngineInfo
 from services.kv.layout import Layout
 from services.kv.regions import BlockMemory

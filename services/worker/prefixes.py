@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.v1 import types_pb2, worker_pb2
-from services.core.clock import Clock
+from services.core.clock import AwakeClock, Clock, timeout_after
 from services.core.errors import BatonError, CorruptBlock, Overloaded, ProtocolViolation, TransferFailed
 from services.core.hashing import BlockHash
-from services.core.timeouts import AwakeClock, timeout_after
 from services.engine.schedule.sequence import Sequence
 from services.engine.worker_engine import WorkerEngine
 from services.kv.handoff_admission import EngineRoom

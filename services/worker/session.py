@@ -1,31 +1,44 @@
 """Serves the sessions of WorkerService: the one stream between a router and this worker.
 
-Owns: the session's legs, its outbox, its liveness. Everything a session started ends with it, at once; a newer session
-of the same router incarnation ends the older first. Reader, writer and the watch over the router are separate tasks:
-none of them waits for another. Never: what a message means (WorkerHost), or what a leg does (services.prefill,
-services.decode).
+Owns: the session's legs, the hub that brings the engine's events to them, the messages in which they tell the router,
+the outbox of these, how far the router knows the prefix cache, and the session's liveness. Everything a session started
+ends with it, at once; a newer session of the same router incarnation ends the older first. Reader, writer and the watch
+over the router are separate tasks: none of them waits for another. Never: what a message means (WorkerHost), or what a
+leg does (services.prefill, services.decode).
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Protocol
 
-from baton.v1 import control_pb2, types_pb2, worker_pb2
-from services.core.clock import Clock
+from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from services.core.clock import Clock, timeout_after
 from services.core.errors import BatonError, DeadlineExceeded, ProtocolViolation, StaleIncarnation
-from services.core.timeouts import timeout_after
+from services.core.hashing import pack_hashes
+from services.engine.config import StepReport
+from services.engine.schedule.sequence import Finish, PromptScored, SequenceEvent, Token
 from services.kv.index_log import IndexChanges
+from services.kv.lease import Lease, LeaseState
 from services.kv.verdicts import Verdicts
+from services.rpc.interceptors import CallContext
 from services.rpc.silence import PeerWatch
-from services.worker.cache_follower import CacheFollower
+from services.worker.model_text import give_model_text
 
 log = logging.getLogger(__name__)
 
 WORKER_SERVICE = "baton.v1.WorkerService"
+_END_REASONS = {
+    LeaseState.RELEASED: worker_pb2.LEASE_END_REASON_RELEASED,
+    LeaseState.EXPIRED: worker_pb2.LEASE_END_REASON_EXPIRED,
+    LeaseState.ABORTED: worker_pb2.LEASE_END_REASON_ABORTED,
+}
+_REASONS = {Finish.STOP: types_pb2.FINISH_REASON_STOP, Finish.LENGTH: types_pb2.FINISH_REASON_LENGTH}
 _MOST_MERGED_TOKENS = 2048
 """The most in one event of a leg: with twenty log-probabilities each they take half a megabyte."""
 _MOST_BYTES = 1 << 20
@@ -323,3 +336,165 @@ class SessionHost:
 
 def _as_messages(verdicts: Verdicts) -> list[worker_pb2.Verdict]:
     return [worker_pb2.Verdict(incarnation=each, number=number) for each, number in verdicts.num_of.items()]
+
+
+_MOST_HASHES = 1 << 13
+"""One message carries no more, 64 KiB: a session's messages carry tokens too, which must not wait."""
+
+
+class CacheFollower:
+    """Takes the changes of a prefix cache, for one session."""
+
+    def __init__(self, index_changes: Callable[[int | None], IndexChanges | None]) -> None:
+        """`index_changes` is the engine's."""
+        self._index_changes = index_changes
+        self._told: int | None = None
+        """The number of the last change that was taken; None before the first."""
+        self._unsent: deque[worker_pb2.CacheEvents] = deque()
+        self._num_sent = 0
+
+    @property
+    def has_more(self) -> bool:
+        """Returns whether changes that were taken are left for the next message."""
+        return bool(self._unsent)
+
+    def take(self) -> worker_pb2.CacheEvents | None:
+        """Returns what the router is to be told next, or None if the cache has not changed."""
+        if not self._unsent and (changes := self._index_changes(self._told)) is not None:
+            self._told = changes.number
+            self._unsent.extend(_parts(changes))
+        if not self._unsent:
+            return None
+        self._num_sent += 1
+        events = self._unsent.popleft()
+        events.number = self._num_sent
+        return events
+
+
+def _parts(changes: IndexChanges) -> Iterator[worker_pb2.CacheEvents]:
+    """Yields the changes in messages of at most `_MOST_HASHES` hashes, of which only the first may say `whole`."""
+    tagged = [(hash, False) for hash in changes.removed] + [(hash, True) for hash in changes.stored]
+    for start in range(0, max(1, len(tagged)), _MOST_HASHES):
+        part = tagged[start : start + _MOST_HASHES]
+        yield worker_pb2.CacheEvents(
+            whole=changes.whole and start == 0,
+            stored=pack_hashes(hash for hash, there in part if there),
+            removed=pack_hashes(hash for hash, there in part if not there),
+        )
+
+
+def lease_ended_of(leg: int, lease: Lease) -> worker_pb2.LegEvent:
+    """Returns the event that tells the router how a leg's lease has ended."""
+    ended = worker_pb2.LeaseEnded(leg=leg, reason=_END_REASONS[lease.state])
+    return worker_pb2.LegEvent(lease_ended=ended)
+
+
+def tokens_of(leg: int, event: Token, index: int = 0) -> types_pb2.SequenceTokens:
+    """Returns the message that carries one sampled token, of the leg's answer with that index, to the router."""
+    message = types_pb2.SequenceTokens(leg=leg, index=index, position=event.position, token_ids=[event.token.token_id])
+    if event.token.logprob is not None:
+        message.logprobs.append(types_pb2.TokenLogprobs(logprob=event.token.logprob, top=_top(event.token.top)))
+    if event.finish is not None:
+        message.finish.reason = _REASONS[event.finish]
+        if event.stop_token_id is not None:
+            message.finish.stop_token_id = event.stop_token_id
+    return message
+
+
+def prompt_tokens_of(leg: int, event: PromptScored) -> worker_pb2.LegEvent:
+    """Returns the event that carries log-probabilities of the prompt to the router."""
+    message = worker_pb2.PromptTokens(leg=leg, position=event.position)
+    for token in event.tokens:
+        message.logprobs.add(logprob=token.logprob, top=_top(token.top), rank=token.rank)
+    return worker_pb2.LegEvent(prompt_tokens=message)
+
+
+def _top(top: Iterable[tuple[int, float]]) -> list[types_pb2.TopLogprob]:
+    return [types_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top]
+
+
+class EventSink(Protocol):
+    def on_event(self, event: SequenceEvent, report: StepReport) -> None: ...
+
+    def on_defect(self, event: SequenceEvent, error: Exception) -> None:
+        """Ends the sequence, and reports it to the router, after `on_event` raised `error`."""
+        ...
+
+
+class EventHub:
+    """Brings step events from the engine thread to the event loop, and each to the leg it belongs to.
+
+    It neither blocks the engine thread nor computes on the loop. A leg that raises over an event ends alone: the others
+    of its step still get theirs.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        flush: Callable[[], None],
+        abandon: Callable[[int], None],
+        on_defect: Callable[[Exception], None],
+    ) -> None:
+        """`flush` sends the events that a step has queued and is called once per step.
+
+        `abandon` ends a sequence whose leg fails to do so itself; `on_defect` is called with each exception.
+        """
+        self._loop = loop
+        self._flush = flush
+        self._abandon = abandon
+        self._on_defect = on_defect
+        self._sinks: dict[int, EventSink] = {}
+        self._seq_ids = itertools.count(1)
+
+    def new_seq_id(self) -> int:
+        return next(self._seq_ids)
+
+    def register(self, seq_id: int, sink: EventSink) -> None:
+        self._sinks[seq_id] = sink
+
+    def unregister(self, seq_id: int) -> None:
+        self._sinks.pop(seq_id, None)
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    def on_step(self, report: StepReport) -> None:
+        """Hands a step's report to the event loop. Call on the engine thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, report)
+        except RuntimeError:
+            # The loop closed while the last step ran, so there is no one left to report to.
+            if not self._loop.is_closed():
+                raise
+
+    def _dispatch(self, report: StepReport) -> None:
+        for event in report.events:
+            sink = self._sinks.get(event.seq_id)
+            if sink is not None:
+                try:
+                    sink.on_event(event, report)
+                except Exception as error:
+                    self._end(sink, event, error)
+        self._flush()
+
+    def _end(self, sink: EventSink, event: SequenceEvent, error: Exception) -> None:
+        self._on_defect(error)
+        try:
+            sink.on_defect(event, error)
+        except Exception as again:
+            self._on_defect(again)
+            self.unregister(event.seq_id)
+            self._abandon(event.seq_id)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, sessions: SessionHost, model: str | None) -> None:
+        """`model` is the model's directory; None is that of a worker that has no model."""
+        self._sessions = sessions
+        self._model = model
+
+    async def Session(self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: CallContext) -> None:
+        await self._sessions.serve(aiter(request_iterator), context.write)
+
+    async def GetModelText(self, request: worker_pb2.GetModelTextRequest, context: CallContext) -> None:
+        await give_model_text(self._model, context.write)

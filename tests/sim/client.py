@@ -13,8 +13,7 @@ from baton.v1 import inference_pb2
 from services.core.errors import BatonError, ConstraintUnsatisfied
 from services.core.hashing import block_hashes, short_hashes
 from services.kv.verdicts import salt_in
-from services.router.coordinator.actions import EmitFinished, EmitPromptTokens, EmitStarted
-from services.router.coordinator.events import FinishReason, RequestSpec
+from services.router.coordinator.events import EmitFinished, EmitPromptTokens, EmitStarted, FinishReason, RequestSpec
 from services.router.tenants.tenant import TokenUsage
 from services.router.text.streaming import TextStream
 from tests.sim.model import Expected, Tokens

@@ -19,10 +19,10 @@ from services.kv.pool import Holder
 from services.prefill.leg import PrefillLeg
 from services.router.conductor import Conductor
 from services.router.coordinator import coordinator, handoff, silent_legs
-from services.router.coordinator.actions import EmitTokens
 from services.router.coordinator.book import Book
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.coordinator import Coordinator
+from services.router.coordinator.events import EmitTokens
 from services.router.coordinator.request import Request, Setbacks
 from services.router.policy import Job
 from services.worker.session import RouterSession

@@ -13,9 +13,8 @@ from services.core.clock import ManualClock
 from services.core.errors import BatonError
 from services.router.conductor import Conductor
 from services.router.coordinator import Coordinator
-from services.router.coordinator.actions import EmitFinished
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import FinishReason, RequestSpec, WorkerInfo
+from services.router.coordinator.events import EmitFinished, FinishReason, RequestSpec, WorkerInfo
 from services.router.policy import Fingerprint, Role
 from services.router.policy.health import HealthConfig
 from services.router.workers.sessions import SessionTimes

@@ -10,19 +10,16 @@ from typing import Any, TypeGuard, TypeVar
 from services.core.clock import ManualClock
 from services.core.errors import BatonError, TransferFailed
 from services.router.coordinator import Coordinator
-from services.router.coordinator.actions import (
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.events import (
     Action,
     CancelLeg,
+    DecodeAdmitted,
     Defect,
     EmitFailed,
     EmitFinished,
     EmitStarted,
     EmitTokens,
-    SendLeg,
-)
-from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import (
-    DecodeAdmitted,
     FinishReason,
     ImportFailed,
     ImportReady,
@@ -31,6 +28,7 @@ from services.router.coordinator.events import (
     Parked,
     PrefillStarted,
     RequestSpec,
+    SendLeg,
     SequenceEnd,
     Tokens,
     WorkerInfo,

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.v1 import kvtransfer_pb2, types_pb2
-from services.core.clock import Clock, MonotonicClock
+from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.daemon_threads import DaemonThreads
 from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation, TransferFailed
-from services.core.timeouts import timeout_after
 from services.kv.lease import FetchTicket
 from services.kv.regions import BlockMemory, Region
 from services.kvtransfer.transports import PROBE_BYTES, FetchName, on_thread

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from baton.v1 import kvtransfer_pb2, types_pb2
-from services.core.clock import Clock, MonotonicClock
+from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation
 from services.core.sealed_memory import what_is_wrong
-from services.core.timeouts import timeout_after
 from services.kv.regions import BlockMemory
 from services.kvtransfer.transports import PROBE_BYTES, FetchName, TransportUnavailable
 from services.kvtransfer.transports.shm import GREETING, MAGIC, peer_uid, socket_address

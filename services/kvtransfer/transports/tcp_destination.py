@@ -21,10 +21,9 @@ from concurrent.futures import Executor
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.addresses import parse
-from services.core.clock import Clock, MonotonicClock
+from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.daemon_threads import DaemonThreads
 from services.core.errors import ProtocolViolation, StaleIncarnation, TransferFailed
-from services.core.timeouts import timeout_after
 from services.kv.regions import BlockMemory
 from services.kvtransfer.transports import PROBE_BYTES, FetchName, TransportUnavailable
 from services.kvtransfer.transports.tcp import (

@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 from services.core.errors import BatonError, WorkerFailed, unforeseen
 from services.core.hashing import num_blocks_for
 from services.kv.verdicts import Verdicts
-from services.router.coordinator.actions import (
+from services.router.coordinator.alarms import Alarms
+from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.events import (
     Action,
     CancelLeg,
     Defect,
@@ -26,14 +28,16 @@ from services.router.coordinator.actions import (
     EmitFailed,
     EmitFinished,
     EmitStarted,
+    ExpectedRequest,
+    FinishReason,
     HandoffRef,
     HealthChanged,
+    Parked,
+    RequestSpec,
     SendLeg,
     Stage,
+    WorkerInfo,
 )
-from services.router.coordinator.alarms import Alarms
-from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import ExpectedRequest, FinishReason, Parked, RequestSpec, WorkerInfo
 from services.router.coordinator.loading import LoadingWorkers
 from services.router.coordinator.output_lengths import OutputLengths
 from services.router.coordinator.prefixes import PrefixSources
@@ -55,8 +59,8 @@ from services.router.coordinator.request import (
 )
 from services.router.coordinator.workers import Prediction, Worker, WorkerTable
 from services.router.policy import HandoffsInFlight, PlacementChoice, Role, Share, Shares, uncached_tokens
+from services.router.policy.filter import LongPrompts
 from services.router.policy.health import HealthRecord
-from services.router.policy.long_prompts import LongPrompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,8 @@ class Book:
         """Current legs, and the last released prefill leg of each request, by leg number."""
         self.silent_legs: Alarms[int] = Alarms(self.legs)
         """When each leg is next checked for having been silent too long, in awake time."""
+        self.soonest_silence_s = min(config.answer_timeout_s, config.queue_timeout_s)
+        """The shortest silence for which a leg may be given up while its source is there."""
         self.newest_leg = 0
         self.prefixes = PrefixSources(config.policy.share_prefixes, self.workers, self.legs)
         self.output_lengths = OutputLengths()
@@ -600,7 +606,7 @@ class Book:
     ) -> int:
         leg = self.new_leg()
         self.legs[leg] = request
-        self.silent_legs.set(self.awake.at(now) + self.config.soonest_silence_s, leg)
+        self.silent_legs.set(self.awake.at(now) + self.soonest_silence_s, leg)
         blocks = num_blocks_for(num_tokens, worker.info.block_size)
         prediction = Prediction(blocks, queued_tokens, now, num_sequences=num_sequences)
         if queued_tokens:

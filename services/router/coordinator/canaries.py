@@ -18,17 +18,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from services.core.errors import BatonError, DeadlineExceeded, Draining, ProtocolViolation
-from services.router.coordinator.actions import HandoffRef, SendLeg
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
+    HandoffRef,
     ImportFailed,
     ImportReady,
     LegEvent,
     LegFailed,
     PrefillStarted,
     RequestSpec,
+    SendLeg,
     Tokens,
     WorkerInfo,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.router.policy import DEFAULT_SPLIT, PolicyConfig, Split
+from services.router.policy.filter import LongPromptConfig
 from services.router.policy.health import HealthConfig
-from services.router.policy.long_prompts import LongPromptConfig
 from services.router.policy.outliers import OutlierConfig
 
 
@@ -79,8 +79,3 @@ class CoordinatorConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     split: Split = DEFAULT_SPLIT
     """Which prompts run apart from their decodes, where both ways are open."""
-
-    @property
-    def soonest_silence_s(self) -> float:
-        """Returns the shortest silence for which a leg may be given up while its source is there."""
-        return min(self.answer_timeout_s, self.queue_timeout_s)

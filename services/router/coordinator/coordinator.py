@@ -20,15 +20,22 @@ from services.core.errors import (
 from services.core.hashing import ShortHash
 from services.router import policy
 from services.router.coordinator import admission, handoff, invariants, parking, silent_legs, wrong_workers
-from services.router.coordinator.actions import Action, GroupsChanged, KVGroup
 from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
-from services.router.coordinator.events import ExpectedRequest, LegEvent, LoadingWorker, RequestSpec, WorkerInfo
-from services.router.coordinator.placement import give_up_stranded, place_all
+from services.router.coordinator.events import (
+    Action,
+    ExpectedRequest,
+    GroupsChanged,
+    KVGroup,
+    LegEvent,
+    LoadingWorker,
+    RequestSpec,
+    WorkerInfo,
+)
+from services.router.coordinator.placement import give_up_stranded, place_all, split_break_even
 from services.router.coordinator.progress import LiveProgress, QueuePlaces, progress_of
 from services.router.coordinator.request import LiveStage, Phase, PlacedPark, Request
-from services.router.coordinator.unsplit import split_break_even
 from services.router.coordinator.workers import Worker, WorkerState
 from services.router.policy import Load, Share, VainAttempt
 

@@ -29,11 +29,12 @@ from services.core.errors import (
     UnknownModel,
     UnsupportedModel,
 )
-from services.router.coordinator.actions import EmitPromptTokens, EmitTokens
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
+    EmitPromptTokens,
+    EmitTokens,
     FinishReason,
     ImportFailed,
     ImportReady,

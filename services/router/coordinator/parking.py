@@ -1,7 +1,7 @@
-"""Decides when a handoff goes to a store, and what the store's events mean. Pure.
+"""Says what the events of a store's leg mean until the store has the handoff. Pure.
 
-Owns: the time from the decision to park until the store has the handoff. From then on the store's leg is the request's
-prefill leg, and `handoff.py` has the rules. Never: which store (`services.router.policy`).
+From then on the store's leg is the request's prefill leg, and `handoff.py` has the rules. Never: when a handoff goes to
+a store (`placement.py`), or to which one (`services.router.policy`).
 
 A store is a help and no condition. So whatever goes wrong with it, the handoff stays where it is, the request waits as
 if there were no store, and nothing is counted against it; if the source is gone too, the prompt is computed again.
@@ -10,8 +10,6 @@ if there were no store, and nothing is counted against it; if the source is gone
 from __future__ import annotations
 
 from services.core.errors import BatonError, Draining, ProtocolViolation
-from services.router import policy
-from services.router.coordinator.attempt import Attempt
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -24,36 +22,7 @@ from services.router.coordinator.events import (
 from services.router.coordinator.handoff import is_leaving, is_the_pairs, leaves, note_refusal, takes_no_more
 from services.router.coordinator.request import PlacedPark, Request
 from services.router.coordinator.workers import Worker
-from services.router.policy import PlacedPhase, Ranking, Role, Source, WhyNot, WorkerView
-
-
-def park_if_due(book: Book, request: Request, now: float) -> None:
-    """Sends the request's handoff to a store, if it is time and one has room. It is called where no decode worker can
-    take the handoff now.
-
-    The handoff of a mixed worker stays there, since that worker can adopt it without a copy.
-    """
-    leg, workers = request.prefill, book.workers.cluster.everyone
-    if not workers.has_stores or leg is None or leg.sealed_s is None or leg.worker.roles is not Role.PREFILL:
-        return
-    if request.park is not None or now - max(leg.sealed_s, request.waiting_since_s) < book.config.park_after_s:
-        return
-    ranking = Ranking()
-    source = Source(leg.worker.worker_id, leg.worker.host_id, leg.worker.fingerprint)
-    job = request.job(len(leg.token_ids))
-
-    def obstacle(store: WorkerView) -> WhyNot | None:
-        if (why := policy.park_shortage(job, store)) is not None:
-            return why
-        if not request.setbacks.may_ask(store, now):
-            return WhyNot.REFUSED
-        return None if workers.able(job, store.as_source) else WhyNot.NO_TAKER
-
-    able = policy.sift(workers.keepers(job, source), obstacle, ranking.noted)
-    store_id = policy.place_park(job, source, able, now, ranking)
-    if store_id is not None:
-        attempt = Attempt(book, request, PlacedPhase.PARK, job, source, workers, now)
-        book.open_park(request, book.workers.get(store_id), now, attempt.choice(store_id, ranking))
+from services.router.policy import Role
 
 
 def leg_event(book: Book, worker: Worker, event: LegEvent, request: Request, leg: PlacedPark, now: float) -> None:

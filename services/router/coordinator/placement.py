@@ -1,7 +1,9 @@
 """Places what waits: each request and handoff in the order of the queue (`queue.py`), where it finds room. Pure.
 
-Owns: what a placement tries, one thing after the other, and what an aged request claims that finds no room. Never: who
-is next, or how good a worker is (`services.router.policy`).
+Owns: what a placement tries, one thing after the other: a prompt apart from its decode or both on one worker, a handoff
+at a decode worker or in a store; what an aged request claims that finds no room; and the record of who was chosen and
+why, or why nobody was. Never: who is next, what a worker costs and how good it is (`services.router.policy`), or what
+becomes of what was placed (`handoff.py`, `parking.py`).
 
 An aged handoff claims the worker nearest to having room, and is offered there again and again: its age tells the worker
 to keep room for it, and the worker knows its room better than its snapshot does. An aged request of the queue claims
@@ -11,15 +13,95 @@ request that no ready worker could serve, even an idle one, is passed over: it n
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from services.router import policy
-from services.router.coordinator.attempt import Attempt
 from services.router.coordinator.book import Book
-from services.router.coordinator.parking import park_if_due
 from services.router.coordinator.request import PlacedPark, PlacedPrefill, Request
-from services.router.coordinator.unsplit import must_run_unsplit, start_unsplit, weigh_unsplit
-from services.router.policy import PlacedPhase, Ranking, Source, Split, WhyNot, WorkerSubset, WorkerView
+from services.router.policy import (
+    HandoffsInFlight,
+    PlacedPhase,
+    Ranking,
+    Role,
+    Source,
+    Split,
+    WhyNot,
+    WhySplit,
+    WorkerSubset,
+    WorkerView,
+)
+
+NOTE_S = 1.0
+"""How often it is noted of a waiting request why no worker takes it, in seconds: it may be tried in every turn."""
+
+_ROLES = {
+    PlacedPhase.PREFILL: Role.PREFILL,
+    PlacedPhase.DECODE: Role.DECODE,
+    PlacedPhase.UNSPLIT: Role.DECODE,
+    PlacedPhase.PARK: Role.STORE,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """Describes one attempt to place a request."""
+
+    book: Book
+    request: Request
+    phase: PlacedPhase
+    job: policy.Job
+    source: Source | None
+    workers: WorkerSubset
+    """The workers that are left to the request."""
+    now: float
+
+    def choice(
+        self,
+        worker_id: str,
+        ranking: Ranking,
+        unsplit: policy.Unsplit | None = None,
+        split: policy.SplitAfterAll | None = None,
+    ) -> policy.PlacementChoice:
+        """Returns why the worker was chosen."""
+        config = self.book.config.policy
+        terms = config.prefill_terms if self.phase is PlacedPhase.PREFILL else config.decode_terms
+        return policy.explain_choice(
+            self.phase,
+            self.job,
+            self.source,
+            self.workers.view(worker_id),
+            ranking,
+            terms,
+            self.now,
+            waited_s=self.now - self.request.waiting_since_s,
+            left_out=self._left_out(ranking, worker_id),
+            before=self.request.story.vain_attempt,
+            unsplit=unsplit,
+            split=split,
+        )
+
+    def note_wait(self, ranking: Ranking) -> None:
+        """Notes why nobody was chosen, if that was not noted just now."""
+        last = self.request.story.vain_attempt
+        if last is None or last.phase is not self.phase or self.now - last.at_s >= NOTE_S:
+            attempt = policy.VainAttempt(self.phase, self.now, self._left_out(ranking))
+            self.request.story.vain_attempt = attempt
+
+    def _left_out(self, ranking: Ranking, chosen_id: str = "") -> policy.LeftOutWorkers:
+        """Returns all with the role of the phase that were no candidates. One may be chosen that was none, since the
+        request has waited too long."""
+        reasons = {worker_id: why for worker_id, why in ranking.left_out.items() if worker_id != chosen_id}
+        reasons.update((view.worker_id, WhyNot.CLAIMED) for view in self._not_left())
+        return self.workers.fit(self.job).left_out(self.phase, self.source).after(reasons)
+
+    def _not_left(self) -> list[WorkerView]:
+        """Returns the workers with the role that are not left to the request: others that have waited long need
+        them."""
+        everyone = self.book.workers.cluster.everyone
+        if self.workers is everyone:
+            return []
+        role, ids = _ROLES[self.phase], {view.worker_id for view in self.workers.views()}
+        return [view for view in everyone.views() if view.worker_id not in ids and role in view.roles]
 
 
 def place_all(book: Book, now: float) -> None:
@@ -89,7 +171,7 @@ def _place_handoff(book: Book, request: Request, now: float) -> None:
         return
     assert leg is not None
     if everyone.decoder_ids <= queue.for_handoffs.keys() and leg.worker.worker_id not in everyone.decoder_ids:
-        park_if_due(book, request, now)  # nobody is left to be asked
+        _park_if_due(book, request, now)  # nobody is left to be asked
         return
     if now < request.setbacks.not_before_s:
         return
@@ -113,7 +195,7 @@ def _place_handoff(book: Book, request: Request, now: float) -> None:
     attempt = Attempt(book, request, PlacedPhase.DECODE, job, source, everyone, now)
     if worker_id is None:
         attempt.note_wait(ranking)
-        park_if_due(book, request, now)
+        _park_if_due(book, request, now)
         return
     book.open_decode(request, book.workers.get(worker_id), now, attempt.choice(worker_id, ranking))
 
@@ -217,3 +299,171 @@ def _nearest_start(book: Book, request: Request, job: policy.Job, left: WorkerSu
     if nearest.target_has_room:
         queue.claim(nearest.source_id, request)
     return None
+
+
+def must_run_unsplit(book: Book, job: policy.Job) -> bool:
+    """Returns whether the prompt cannot run apart from its decode: no prefill worker is there, or it is too long for
+    them all, or nothing is to be split."""
+    fit = book.workers.cluster.everyone.fit(job)
+    return not fit.can_hand_over or (book.config.split is Split.NEVER and bool(fit.decoders))
+
+
+def start_unsplit(book: Book, request: Request, job: policy.Job, left: WorkerSubset, now: float) -> bool:
+    """Starts the sequence, which must run unsplit, on a decode worker.
+
+    Returns False if no decode worker has room; an aged request then claims the nearest one.
+    """
+    start = _UnsplitStart(book, request, job, left, now)
+    if start.worker_id is not None:
+        could_be_split = book.workers.cluster.everyone.fit(job).can_hand_over
+        start.open(policy.Unsplit(policy.WhyUnsplit.NEVER) if could_be_split else None)
+        return True
+    start.note_wait()
+    if book.queue.is_aged(request, now) and (nearest := policy.nearest_to_room(job, None, start.able)) is not None:
+        book.queue.claim(nearest, request)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """Holds what came of weighing both ways of one sequence."""
+
+    why_split: policy.SplitAfterAll | None = None
+    """Why its prompt is to run apart; None if it is not, or nothing was weighed."""
+    _start: _UnsplitStart | None = None
+    _why_unsplit: policy.Unsplit | None = None
+
+    def start(self) -> bool:
+        """Starts the sequence unsplit on a decode worker if that costs less. Returns whether it did."""
+        if self._start is not None:
+            self._start.open(self._why_unsplit)
+        return self._start is not None
+
+
+def weigh_unsplit(
+    book: Book, request: Request, job: policy.Job, left: WorkerSubset, prefill_id: str | None, now: float
+) -> Weighed:
+    """Compares what it costs to run all of the sequence on a decode worker with what it costs to run its prompt on
+    `prefill_id`: None if no prefill worker has room now."""
+    if book.config.split is not Split.AUTO:
+        return Weighed()
+    source = policy.shortest_queue(job, left, book.handoffs_in_flight) if prefill_id is None else left.view(prefill_id)
+    if source is None or source.roles is Role.MIXED:
+        return Weighed()
+    if not source.load.ms_per_prefill_token:
+        return Weighed(policy.SplitAfterAll(WhySplit.UNKNOWN))
+    start = _UnsplitStart(book, request, job, left, now, beside=book.unoffered_handoffs)
+    if start.worker_id is None:
+        return Weighed(policy.SplitAfterAll(WhySplit.NO_ROOM))
+    taker_id = _taker(book, job, source, left, now) or start.worker_id
+    copied = left.view(taker_id).uncached_tokens(job)
+    handoff_ms = book.workers.handoff_ms(source.as_prefill, taker_id, copied, now)
+    costs = policy.split_costs(job, source, left.view(start.worker_id), handoff_ms, book.output_lengths.median or 1)
+    if costs is None or costs.splits:
+        if prefill_id is not None:
+            book.workers.handoff_tried(prefill_id, taker_id, now)
+        why = WhySplit.UNKNOWN if costs is None else WhySplit.CHEAPER
+        return Weighed(policy.SplitAfterAll(why, start.worker_id, costs))
+    return Weighed(None, start, policy.Unsplit(costs.why_unsplit, source.worker_id, costs))
+
+
+def _taker(book: Book, job: policy.Job, prefill: WorkerView, workers: WorkerSubset, now: float) -> str | None:
+    """Returns the decode worker that would be chosen for the handoff if it came now; None if none has room."""
+    source = prefill.as_prefill
+    return policy.place_decode(job, source, workers.able(job, source), now, book.config.policy)
+
+
+def split_break_even(book: Book, now: float) -> policy.BreakEven | None:
+    """Returns the break-even between the workers that a prompt would be placed on now; None as for
+    `Coordinator.split_break_even`."""
+    if book.config.split is not Split.AUTO:
+        return None
+    workers = book.workers.cluster.everyone
+    model = next((view.model for view in workers.views()), "")
+    job = policy.Job(num_tokens=1, total_tokens=2, model=model)
+    source = policy.shortest_queue(job, workers, HandoffsInFlight())
+    decode_id = policy.place_decode(job, None, workers.able(job, None), now, book.config.policy)
+    if source is None or source.roles is Role.MIXED or decode_id is None:
+        return None
+    taker_id = _taker(book, job, source, workers, now) or decode_id
+
+    def handoff_ms(num_tokens: float) -> float | None:
+        return book.workers.handoff_ms(source.as_prefill, taker_id, num_tokens, now)
+
+    found = policy.break_even(source, workers.view(decode_id), handoff_ms, book.output_lengths.median or 1)
+    return replace(found, decode_id=taker_id) if found is not None else None
+
+
+class _UnsplitStart:
+    """Finds the decode worker for a sequence that is not split."""
+
+    def __init__(
+        self,
+        book: Book,
+        request: Request,
+        job: policy.Job,
+        left: WorkerSubset,
+        now: float,
+        beside: HandoffsInFlight | None = None,
+    ) -> None:
+        """`beside` are handoffs whose room it must not take; one that has no other way need not wait for these."""
+        self.able = left.able(job, None)
+        roomy = [view for view in self.able if view.worker_id not in book.queue.for_handoffs]
+        if beside is not None:
+            roomy = policy.beside_handoffs(job, roomy, beside, book.output_lengths.median or 1)
+        roomy_ids = {view.worker_id for view in roomy}
+
+        def obstacle(view: WorkerView) -> WhyNot | None:
+            if not request.setbacks.may_ask(view, now):
+                return WhyNot.REFUSED
+            if view.worker_id in roomy_ids:
+                return None
+            if view.worker_id in book.queue.for_handoffs:
+                return WhyNot.CLAIMED
+            return policy.decode_shortage(job, None, view) or WhyNot.RESERVED
+
+        self._ranking = Ranking()
+        askable = policy.sift(self.able, obstacle, self._ranking.noted)
+        config = book.config.policy
+        lenders = left.lenders(config)
+        self.worker_id = policy.place_decode(job, None, askable, now, config, self._ranking, lenders)
+        self._attempt = Attempt(book, request, policy.PlacedPhase.UNSPLIT, job, None, left, now)
+
+    def open(self, unsplit: policy.Unsplit | None = None) -> None:
+        """Starts it there. `unsplit` says why, if its prompt could have run apart."""
+        assert self.worker_id is not None
+        attempt = self._attempt
+        book, choice = attempt.book, attempt.choice(self.worker_id, self._ranking, unsplit)
+        book.open_decode(attempt.request, book.workers.get(self.worker_id), attempt.now, choice)
+
+    def note_wait(self) -> None:
+        self._attempt.note_wait(self._ranking)
+
+
+def _park_if_due(book: Book, request: Request, now: float) -> None:
+    """Sends the request's handoff to a store, if it is time and one has room. It is called where no decode worker can
+    take the handoff now.
+
+    The handoff of a mixed worker stays there, since that worker can adopt it without a copy.
+    """
+    leg, workers = request.prefill, book.workers.cluster.everyone
+    if not workers.has_stores or leg is None or leg.sealed_s is None or leg.worker.roles is not Role.PREFILL:
+        return
+    if request.park is not None or now - max(leg.sealed_s, request.waiting_since_s) < book.config.park_after_s:
+        return
+    ranking = Ranking()
+    source = Source(leg.worker.worker_id, leg.worker.host_id, leg.worker.fingerprint)
+    job = request.job(len(leg.token_ids))
+
+    def obstacle(store: WorkerView) -> WhyNot | None:
+        if (why := policy.park_shortage(job, store)) is not None:
+            return why
+        if not request.setbacks.may_ask(store, now):
+            return WhyNot.REFUSED
+        return None if workers.able(job, store.as_source) else WhyNot.NO_TAKER
+
+    able = policy.sift(workers.keepers(job, source), obstacle, ranking.noted)
+    store_id = policy.place_park(job, source, able, now, ranking)
+    if store_id is not None:
+        attempt = Attempt(book, request, PlacedPhase.PARK, job, source, workers, now)
+        book.open_park(request, book.workers.get(store_id), now, attempt.choice(store_id, ranking))

@@ -1,7 +1,7 @@
 """Names the source from which a leg brings a part of its prompt's KV. Pure.
 
 Owns: which brings are under way, and what the workers have found them to take. Never: what speaks for a source
-(`services.router.policy.prefix_sources`).
+(`services.router.policy.known_cache`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 
 from services.router import policy
-from services.router.coordinator.actions import SendLeg
-from services.router.coordinator.events import PrefixBrought
+from services.router.coordinator.events import PrefixBrought, SendLeg
 from services.router.coordinator.request import Request
 from services.router.coordinator.workers import Worker, WorkerState, WorkerTable
 from services.router.policy import PlacementChoice, PrefixOffer, PrefixOutcome, PrefixSource, Role

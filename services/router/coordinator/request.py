@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from services.router.coordinator.actions import Stage, StageEnded, Summary
-from services.router.coordinator.events import RequestSpec, WorkerInfo
+from services.router.coordinator.events import RequestSpec, Stage, StageEnded, Summary, WorkerInfo
 from services.router.policy import Fingerprint, Job, Load, PlacementChoice, Role, Share, VainAttempt, WorkerView
 
 if TYPE_CHECKING:

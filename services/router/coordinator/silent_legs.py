@@ -102,7 +102,7 @@ def _next_look_s(book: Book, request: Request, leg: int, awake_s: float) -> floa
             if current.orphaned_s is not None:
                 bounds_s.append(current.orphaned_s + config.orphan_timeout_s)
         return max(awake_s, min(bounds_s))
-    return awake_s + config.soonest_silence_s  # the leg has ended or was released: the alarm will be dropped
+    return awake_s + book.soonest_silence_s  # the leg has ended or was released: the alarm will be dropped
 
 
 def _expire_unanswered(book: Book, request: Request, now: float) -> None:

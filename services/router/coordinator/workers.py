@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from services.core.awake import AwakeTime
 from services.core.errors import Overloaded, UnknownWorker
-from services.router.coordinator.actions import KVGroup
-from services.router.coordinator.events import WorkerInfo
+from services.router.coordinator.events import KVGroup, WorkerInfo
 from services.router.policy import (
     BringTimes,
     Cluster,

@@ -25,14 +25,16 @@ from services.kv.verdicts import salt_in
 from services.router.answer import Answer, echoes_only, num_answers, skips_special_tokens
 from services.router.catalogue import ServedModel
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
-from services.router.front.byte_budget import RETRY_AFTER_S
-from services.router.front.call import Call, Caller, Incoming
-from services.router.front.tools import constrain_calls, messages_of, output_form, tools_of
+from services.router.front.call import RETRY_AFTER_S, Call, Caller, Incoming
 from services.router.front.validation import (
     check_fits_one_message,
     check_prompt_logprobs,
     check_token_ids,
+    constrain_calls,
+    messages_of,
     num_prompt_entries,
+    output_form,
+    tools_of,
     utf8_bytes,
     validate,
 )
@@ -42,8 +44,7 @@ from services.router.telemetry.timelines import MOST_TEXT_CHARS, Timelines
 from services.router.telemetry.tracing import RequestTrace, error_outcome
 from services.router.telemetry.usage import RequestUsage
 from services.router.tenants.gate import Gate, Visit
-from services.router.tenants.quota import allowed_output, demand_tokens_together
-from services.router.tenants.tenant import Tenant, TokenUsage
+from services.router.tenants.tenant import Tenant, TokenUsage, allowed_output, demand_tokens_together
 from services.router.text.chat import PromptEnd, text_bytes
 from services.router.text.streaming import num_begun
 from services.router.text.tokenisation import ModelText, too_long

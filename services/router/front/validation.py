@@ -1,18 +1,260 @@
-"""Checks a GenerateRequest against the ranges its proto states. Pure: never tokenises, queues or places.
+"""Checks a GenerateRequest against the ranges its proto states, and turns its tools, and the messages about them, into
+what chat templates know. Pure: never tokenises, queues or places.
 
 Every error is an InvalidRequest that names the field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.front.tools import chat_texts, check_chat, check_tools
+from services.router.text.chat import Message, Tool
 from services.router.text.model_facts import ModelFacts
-from services.rpc.constraints import check_constraint
+from services.router.text.output.families import NONE, ModelForms
+from services.router.text.output.form import PLAIN, OutputForm
+from services.router.text.output.grammar import call_grammar
+from services.rpc.constraints import MAX_GRAMMAR_BYTES, check_constraint
+from services.rpc.json_schemas import MAX_SCHEMA_BYTES, check_json_schema
 from services.rpc.parameters import MAX_ANSWERS, MAX_LOGPROBS, check_label, check_sampling, check_stopping, within
+
+MAX_TOOLS = 128
+MAX_CALLS = 128
+"""The most calls in one message."""
+MAX_DESCRIPTION_BYTES = 16 << 10
+MAX_SCHEMAS_BYTES = 256 << 10
+"""The most bytes of all schemas together."""
+MAX_SCHEMA_VALUES = 1 << 14
+"""The most values in all schemas together, by their brackets and commas."""
+CHAT_ROLES = ("system", "user", "assistant", "tool")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NO_TOOLS = "this model's chat template knows no tools"
+
+
+def check_tools(request: inference_pb2.GenerateRequest, forms: ModelForms) -> None:
+    """Checks the tools and what is asked of them. It takes some milliseconds for the largest."""
+    if not request.tools:
+        if request.HasField("tool_choice"):
+            raise InvalidRequest("tool_choice", "is only allowed together with tools")
+        return
+    if request.WhichOneof("prompt") != "messages":
+        raise InvalidRequest("tools", "are only allowed together with messages")
+    if len(request.tools) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"has {len(request.tools)} entries; at most {MAX_TOOLS} are allowed")
+    _check_schema_sizes(request.tools)
+    names = set[str]()
+    for index, tool in enumerate(request.tools):
+        _check_tool(f"tools[{index}]", tool, names)
+        names.add(tool.name)
+    _check_choice(request, names)
+    if not tells_tools(request):
+        return
+    if not forms.knows_tools:
+        raise InvalidRequest("tools", f"are not supported: {_NO_TOOLS}")
+    if forms.tools is None:
+        raise InvalidRequest("tools", "are not supported: how this model calls them is not known (--tool-parser)")
+    if request.HasField("constraint"):
+        raise InvalidRequest("constraint", "is not supported together with tools, except with tool_choice none")
+    _check_enforced(request)
+
+
+def _check_enforced(request: inference_pb2.GenerateRequest) -> None:
+    """Checks the schemas that calls will be held to."""
+    enforced = {index: tool for index, tool in enumerate(request.tools) if _is_enforced(tool, request)}
+    num_bytes = sum(len(tool.parameters_schema.encode()) for tool in enforced.values())
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            "tools",
+            f"have {num_bytes} bytes of schemas that calls must follow; at most {MAX_GRAMMAR_BYTES} are allowed",
+        )
+    for index, tool in enforced.items():
+        field = f"tools[{index}].parameters_schema"
+        if tool.parameters_schema:
+            check_json_schema(field, tool.parameters_schema)
+            if json.loads(tool.parameters_schema).get("type", "object") != "object":
+                raise InvalidRequest(field, "is not of an object, which arguments are")
+
+
+def _is_enforced(tool: inference_pb2.Tool, request: inference_pb2.GenerateRequest) -> bool:
+    """Returns whether calls of this tool must have arguments that are valid under its schema."""
+    if required := required_calls(request):
+        return tool.name in required
+    return tool.strict
+
+
+def required_calls(request: inference_pb2.GenerateRequest) -> frozenset[str]:
+    """Returns the functions of which one must be called; none if the model may answer without a call."""
+    if request.tool_choice.WhichOneof("choice") == "function":
+        return frozenset([request.tool_choice.function])
+    is_required = request.tool_choice.mode == inference_pb2.TOOL_MODE_REQUIRED
+    return frozenset(tool.name for tool in request.tools) if is_required else frozenset()
+
+
+def constrain_calls(
+    request: inference_pb2.GenerateRequest, form: OutputForm, forms: ModelForms, special_ids: Mapping[str, int]
+) -> None:
+    """Sets the request's constraint if calls must be made, or must follow schemas. Raises InvalidRequest."""
+    if form.tools is None:
+        return
+    required = required_calls(request)
+    if not required and not any(tool.strict for tool in request.tools):
+        return
+    schemas = {
+        tool.name: json.loads(tool.parameters_schema or "{}") if _is_enforced(tool, request) else {}
+        for tool in request.tools
+        if not required or tool.name in required
+    }
+    request.constraint.grammar = call_grammar(
+        form, schemas, special_ids, is_required=bool(required), is_listed=forms.lists_calls
+    )
+    try:
+        check_constraint(request.constraint)
+    except InvalidRequest as error:
+        raise InvalidRequest("tools", f"cannot be enforced: the grammar of their calls {error.description}") from None
+
+
+def _check_schema_sizes(tools: Sequence[inference_pb2.Tool]) -> None:
+    num_bytes = num_values = 0
+    for index, tool in enumerate(tools):
+        schema = tool.parameters_schema
+        size = len(schema.encode())
+        if size > MAX_SCHEMA_BYTES:
+            raise InvalidRequest(
+                f"tools[{index}].parameters_schema", f"has {size} bytes; at most {MAX_SCHEMA_BYTES} are allowed"
+            )
+        num_bytes += size
+        num_values += sum(map(schema.count, ",[{"))
+    if num_bytes > MAX_SCHEMAS_BYTES:
+        raise InvalidRequest("tools", f"have {num_bytes} bytes of schemas; at most {MAX_SCHEMAS_BYTES} are allowed")
+    if num_values > MAX_SCHEMA_VALUES:
+        raise InvalidRequest("tools", f"have schemas with more than {MAX_SCHEMA_VALUES} values")
+
+
+def _check_tool(field: str, tool: inference_pb2.Tool, names: set[str]) -> None:
+    if not _NAME.fullmatch(tool.name):
+        raise InvalidRequest(f"{field}.name", "must be 1 to 64 letters, digits, '_', '-' and '.'")
+    if tool.name in names:
+        raise InvalidRequest(f"{field}.name", f"is {tool.name!r}, as that of another tool")
+    num_bytes = len(tool.description.encode())
+    if num_bytes > MAX_DESCRIPTION_BYTES:
+        raise InvalidRequest(
+            f"{field}.description", f"has {num_bytes} bytes; at most {MAX_DESCRIPTION_BYTES} are allowed"
+        )
+    if tool.parameters_schema:
+        try:
+            schema = json.loads(tool.parameters_schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{field}.parameters_schema", f"is not JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise InvalidRequest(f"{field}.parameters_schema", "is not a JSON object")
+
+
+def _check_choice(request: inference_pb2.GenerateRequest, names: set[str]) -> None:
+    if not request.HasField("tool_choice"):
+        return
+    choice = request.tool_choice
+    if choice.WhichOneof("choice") == "function":
+        if choice.function not in names:
+            raise InvalidRequest("tool_choice.function", f"is {choice.function[:64]!r}, which is none of the tools")
+    elif choice.mode not in _MODES:
+        raise InvalidRequest("tool_choice.mode", "is none of the known modes")
+
+
+_MODES = (inference_pb2.TOOL_MODE_AUTO, inference_pb2.TOOL_MODE_NONE, inference_pb2.TOOL_MODE_REQUIRED)
+
+
+def check_chat(messages: Sequence[inference_pb2.ChatMessage], forms: ModelForms) -> None:
+    """Checks roles, and what only messages of some roles have."""
+    for index, message in enumerate(messages):
+        field = f"messages[{index}]"
+        if message.role not in CHAT_ROLES:
+            raise InvalidRequest(f"{field}.role", f"is {message.role[:64]!r}, not one of {', '.join(CHAT_ROLES)}")
+        check_label(f"{field}.name", message.name)
+        check_label(f"{field}.tool_call_id", message.tool_call_id)
+        is_tool = message.role == "tool"
+        if (is_tool or message.tool_calls) and not forms.knows_tools:
+            raise InvalidRequest(f"{field}.{'role' if is_tool else 'tool_calls'}", f"is not supported: {_NO_TOOLS}")
+        if is_tool and not message.tool_call_id:
+            raise InvalidRequest(f"{field}.tool_call_id", "is missing")
+        if message.tool_call_id and not is_tool:
+            raise InvalidRequest(f"{field}.tool_call_id", "is only allowed in messages of a tool")
+        for name in ("tool_calls", "reasoning"):
+            if getattr(message, name) and message.role != "assistant":
+                raise InvalidRequest(f"{field}.{name}", "is only allowed in messages of the assistant")
+        _check_calls(f"{field}.tool_calls", message.tool_calls)
+
+
+def _check_calls(field: str, calls: Sequence[inference_pb2.ToolCall]) -> None:
+    if len(calls) > MAX_CALLS:
+        raise InvalidRequest(field, f"has {len(calls)} entries; at most {MAX_CALLS} are allowed")
+    for index, call in enumerate(calls):
+        check_label(f"{field}[{index}].id", call.id)
+        check_label(f"{field}[{index}].name", call.name)
+        if not call.name:
+            raise InvalidRequest(f"{field}[{index}].name", "is missing")
+
+
+def tells_tools(request: inference_pb2.GenerateRequest) -> bool:
+    """Returns whether the model is told of tools."""
+    return bool(request.tools) and request.tool_choice.mode != inference_pb2.TOOL_MODE_NONE
+
+
+def tools_of(request: inference_pb2.GenerateRequest) -> list[Tool]:
+    """Returns the tools that the model is told of."""
+    if not tells_tools(request):
+        return []
+    return [
+        {"name": tool.name, "description": tool.description, "parameters": tool.parameters_schema}
+        for tool in request.tools
+    ]
+
+
+def messages_of(request: inference_pb2.GenerateRequest) -> list[Message]:
+    """Returns the messages as templates know them. The result of a call has the name of its function, which some
+    templates need, also where the client has left it out."""
+    messages, called = list[Message](), dict[str, str]()
+    for entry in request.messages.messages:
+        message: dict[str, object] = {"role": entry.role, "content": entry.content}
+        if entry.reasoning:
+            message["reasoning_content"] = entry.reasoning
+        if entry.tool_calls:
+            called.update((call.id, call.name) for call in entry.tool_calls)
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in entry.tool_calls
+            ]
+        if entry.tool_call_id:
+            message["tool_call_id"] = entry.tool_call_id
+        if name := entry.name or called.get(entry.tool_call_id, ""):
+            message["name"] = name
+        messages.append(message)
+    return messages
+
+
+def chat_texts(request: inference_pb2.GenerateRequest) -> list[str]:
+    """Returns all texts of messages and tools."""
+    texts = [text for tool in request.tools for text in (tool.name, tool.description, tool.parameters_schema)]
+    for message in request.messages.messages:
+        texts += (message.content, message.reasoning, message.name, message.tool_call_id)
+        texts += (text for call in message.tool_calls for text in (call.id, call.name, call.arguments))
+    return texts
+
+
+def output_form(request: inference_pb2.GenerateRequest, forms: ModelForms, *, is_thinking: bool) -> OutputForm:
+    """Returns how the request's outputs are taken apart. `is_thinking`: the prompt ends within what is thought."""
+    if request.WhichOneof("prompt") != "messages":
+        return PLAIN
+    if not tells_tools(request):
+        return OutputForm(forms.reasoning, is_thinking) if forms.reasoning != NONE else PLAIN
+    is_named = request.tool_choice.WhichOneof("choice") == "function"
+    only_one = is_named or (request.HasField("parallel_tool_calls") and not request.parallel_tool_calls)
+    names = frozenset(tool.name for tool in request.tools)
+    only_calls = bool(required_calls(request))
+    return OutputForm(forms.reasoning, is_thinking, forms.tools, names, only_one_call=only_one, only_calls=only_calls)
+
 
 MAX_MESSAGES = 1024
 MAX_PROMPT_TOKENS = 1 << 20

@@ -4,7 +4,17 @@ Owns: the views policy may look at, the filters and the scores, and how far work
 requests, clocks, I/O.
 """
 
-from services.router.policy.cluster import Cluster, WorkerSubset
+from services.router.policy.cluster import (
+    Cluster,
+    WorkerSubset,
+    nearest_start,
+    nearest_to_room,
+    place_decode,
+    place_park,
+    place_prefill,
+    resolve_max_tokens,
+    shortest_queue,
+)
 from services.router.policy.explanation import (
     PlacedPhase,
     PlacementChoice,
@@ -27,20 +37,10 @@ from services.router.policy.filter import (
 from services.router.policy.forecast import Ahead, Costs, Forecast, Work
 from services.router.policy.handoff_room import beside_handoffs
 from services.router.policy.handoff_time import HandoffTime
-from services.router.policy.known_cache import KnownCache
-from services.router.policy.placement import (
-    nearest_start,
-    nearest_to_room,
-    place_decode,
-    place_park,
-    place_prefill,
-    resolve_max_tokens,
-    shortest_queue,
-)
-from services.router.policy.prefix_index import PrefixIndex
-from services.router.policy.prefix_sources import (
+from services.router.policy.known_cache import (
     BringTime,
     BringTimes,
+    KnownCache,
     PrefixBreakEven,
     PrefixOffer,
     PrefixOutcome,
@@ -49,6 +49,7 @@ from services.router.policy.prefix_sources import (
     choose_source,
     prefix_break_even,
 )
+from services.router.policy.prefix_index import PrefixIndex
 from services.router.policy.presets import PRESETS, preset
 from services.router.policy.selection import Chosen, Selection
 from services.router.policy.shares import Share, Shares

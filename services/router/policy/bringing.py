@@ -1,16 +1,15 @@
 """Counts what a worker could bring of a prompt's KV, by what computing as much would take. Pure.
 
 Owns: which workers have most of a prompt, and what that is worth to another. Never: from whom a leg brings in the end
-(`prefix_sources.py`), which also looks at who is busy lending.
+(`choose_source`), which also looks at who is busy lending.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.router.policy.known_cache import KnownCache, most_told
+from services.router.policy.known_cache import MARGIN, KnownCache, most_told
 from services.router.policy.prefix_index import PrefixIndex
-from services.router.policy.prefix_sources import MARGIN
 from services.router.policy.views import Job, WorkerView
 
 _MOST_LENDERS = 4

@@ -1,4 +1,4 @@
-"""Names sets of terms and weights, each a way to place requests by the one scorer of `placement.py`. Pure.
+"""Names sets of terms and weights, each a way to place requests by the one scorer of `cluster.py`. Pure.
 
 Owns: which terms a preset has, with which weights. Never: how a term scores (`terms.py`), or who chooses a preset for
 which model (`selection.py`).

@@ -17,8 +17,7 @@ from prometheus_client.registry import Collector
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core import errors
-from services.router.coordinator.actions import StageEnded
-from services.router.coordinator.events import FinishReason
+from services.router.coordinator.events import FinishReason, StageEnded
 from services.router.telemetry.recent_requests import RecentRequest, RecentRequests
 from services.router.telemetry.slo import Grade, grade, grade_failed
 from services.router.telemetry.timelines import TokenTimes

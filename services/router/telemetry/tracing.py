@@ -9,8 +9,7 @@ import asyncio
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import BatonError, Cancelled
-from services.router.coordinator.actions import SendLeg, Stage, StageEnded, Summary
-from services.router.coordinator.events import FinishReason
+from services.router.coordinator.events import FinishReason, SendLeg, Stage, StageEnded, Summary
 from services.router.policy import PlacementChoice, Role
 from services.router.policy.explanation import ScoredWorker
 from services.router.telemetry.timelines import Timelines, TimelineStage, TokenTimes

@@ -22,8 +22,7 @@ from services.core.errors import ConfigError, InvalidKey, TooManyWrongKeys
 from services.core.file_stamps import FileStamp, stamp_of
 from services.core.printable import printable
 from services.router.tenants.keys import KeyRing
-from services.router.tenants.quota import Quota
-from services.router.tenants.tenant import OPEN, Tenant
+from services.router.tenants.tenant import OPEN, Quota, Tenant
 from services.router.tenants.tenants_file import MOST_BYTES, read_tenants
 from services.router.tenants.wrong_keys import WrongKeys
 from services.rpc.authentication import RefusalLog

@@ -5,7 +5,7 @@ No request waits for it. Each router lets requests in by what it knows, and tell
 it has taken; it hears what is left of each limit, of which it may take its part until it asks again. So together they
 never take more than is left, and one that is alone in asking gets all of it. While the server does not answer, each
 goes on with its part of the limits. Owns: the exchange with the server, whose clock counts. Never: what a limit is
-(`quota.py`).
+(`tenant.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from services.core.clock import Clock
 from services.core.errors import ConfigError
 from services.core.printable import printable
-from services.router.tenants.quota import Answered, Quota, Report
+from services.router.tenants.tenant import Answered, Quota, Report
 
 log = logging.getLogger(__name__)
 

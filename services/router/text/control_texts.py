@@ -25,9 +25,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from services.core.errors import InvalidRequest
-from services.router.panics import panics_are_errors
 from services.router.text.chat import Message, Tool
 from services.router.text.output.tags import TAGS
+from services.router.text.streaming import panics_are_errors
 
 # They are removed before a prompt is encoded, so whoever writes them gains nothing. No end of one begins one.
 _WITHIN, _BESIDE = "4071936528", "5182047639"

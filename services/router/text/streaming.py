@@ -14,15 +14,44 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
+from typing import ParamSpec, TypeVar
 
 from tokenizers import Tokenizer
 
 from services.core.ids import random_hex
 from services.core.records import record
-from services.router.panics import panics_are_errors
 from services.router.text.output.form import PLAIN, OutputForm, OutputParser
 from services.router.text.output.parts import CallPart, Parsed
 from services.router.text.output.tags import without_marks
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LibraryPanic(RuntimeError):
+    """Replaces a panic of a library, with its message."""
+
+
+def panics_are_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes the function raise `LibraryPanic` where a library that it calls panics.
+
+    The tokenizers library is written in Rust. A panic there is raised as a BaseException, so it would pass every guard
+    against the defects of one request, and end tasks that many requests need.
+    """
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # pyo3 gives the class no importable place
+                raise
+            raise LibraryPanic(str(error)) from error
+
+    return guarded
+
 
 _REPLACEMENT = "\ufffd"
 # Tokens may end within characters many times in a row; a character still incomplete after this many stays broken.

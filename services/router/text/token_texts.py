@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from services.router.panics import panics_are_errors
+from services.router.text.streaming import panics_are_errors
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

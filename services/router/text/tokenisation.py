@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG
-from services.router.panics import panics_are_errors
 from services.router.text.chat import Message, PromptEnd, Tool
 from services.router.text.chat_template import ChatTemplate
 from services.router.text.control_texts import ControlTexts, unmarked
 from services.router.text.output.reasoning import BEGIN as THINKING
 from services.router.text.output.tags import TAGS
+from services.router.text.streaming import panics_are_errors
 from services.router.text.token_bounds import TextBound, text_bound
 from services.router.text.token_texts import TokenTexts
 

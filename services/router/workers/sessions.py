@@ -20,7 +20,7 @@ from services.core.clock import Clock
 from services.core.errors import InvalidRequest
 from services.core.hashing import HASH_BYTES
 from services.router.coordinator.events import WorkerInfo
-from services.router.panics import panics_are_errors
+from services.router.text.streaming import panics_are_errors
 from services.router.workers import wire
 from services.rpc.channels import Dial
 from services.rpc.silence import PeerWatch

@@ -19,7 +19,6 @@ from services.core.seeds import answer_seed
 from services.core.step_average import StepAverage
 from services.kv.layout import TORCH
 from services.kv.verdicts import salt_in
-from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -36,6 +35,7 @@ from services.router.coordinator.events import (
     PrefixBrought,
     PromptComputed,
     PromptTokens,
+    SendLeg,
     SequenceEnd,
     Tokens,
     WorkerInfo,

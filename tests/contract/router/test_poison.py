@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from baton.v1 import worker_pb2
-from services.router.coordinator.actions import SendLeg
+from services.router.coordinator.events import SendLeg
 from services.router.workers import wire
 from tests.support.cluster import Cluster, read, request
 from tests.support.scripted_worker import TEXT, ScriptedWorker

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc
-from services.router.policy import prefix_sources
+from services.router.policy import known_cache
 from services.worker import prefixes
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every prefix brought: a tiny model computes it in no time."""
-    monkeypatch.setattr(prefix_sources, "MARGIN", 0.0)
+    monkeypatch.setattr(known_cache, "MARGIN", 0.0)
     monkeypatch.setattr(prefixes, "_LEAST_S", 10.0)
     monkeypatch.setattr(prefixes, "_MOST_S", 10.0)
 

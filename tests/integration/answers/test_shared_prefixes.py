@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import control_pb2
-from services.router.policy import prefix_sources
+from services.router.policy import known_cache
 from services.worker import prefixes
 from services.worker.host import WorkerHost
 from tests.support.cluster import Cluster, running_cluster
@@ -38,7 +38,7 @@ def reference(model: Path) -> GreedyReference:
 @pytest.fixture(autouse=True)
 def always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every prefix brought: a tiny model computes it in no time."""
-    monkeypatch.setattr(prefix_sources, "MARGIN", 0.0)
+    monkeypatch.setattr(known_cache, "MARGIN", 0.0)
     monkeypatch.setattr(prefixes, "_LEAST_S", 10.0)
     monkeypatch.setattr(prefixes, "_MOST_S", 10.0)
 
@@ -127,7 +127,7 @@ async def test_what_is_brought_is_explained_and_learnt(model: Path) -> None:
 
 
 async def test_why_what_others_have_is_computed_is_explained(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_sources, "MARGIN", 1e9)
+    monkeypatch.setattr(known_cache, "MARGIN", 1e9)
     async with running_cluster(model, [PREFILL, PREFILL, DECODE], router=ROUTER) as cluster:
         for seed in range(2):
             await cluster.greedy(question(seed), MAX_TOKENS, request_id=f"r{seed}")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.core.hashing import BlockHash
-from services.router.policy import prefix_sources
+from services.router.policy import known_cache
 from services.worker import prefixes
 from services.worker.host import WorkerHost
 from tests.integration.answers.test_followed_caches import told
@@ -33,7 +33,7 @@ ROUTER: dict[str, Any] = {"policy": ("round_robin",), "split": "never"}
 @pytest.fixture(autouse=True)
 def always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every prefix brought: a tiny model computes it in no time."""
-    monkeypatch.setattr(prefix_sources, "MARGIN", 0.0)
+    monkeypatch.setattr(known_cache, "MARGIN", 0.0)
     monkeypatch.setattr(prefixes, "_LEAST_S", 10.0)
     monkeypatch.setattr(prefixes, "_MOST_S", 10.0)
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import types_pb2, worker_pb2
-from services.decode.leg import DecodeLeg
-from services.decode.record import DecodeRecord
+from services.decode.leg import DecodeLeg, DecodeRecord
 from services.engine.engine import Engine
 from services.engine.schedule.scheduler import Scheduler
 from services.kv.handoff_admission import AdmissionPolicy
@@ -22,8 +21,7 @@ from services.kv.lease_table import LeaseTable
 from services.kv.pool import BlockPool, Holder
 from services.prefill.leg import PrefillLeg
 from services.worker.host import WorkerHost
-from services.worker.hub import EventHub
-from services.worker.session import RouterSession
+from services.worker.session import EventHub, RouterSession
 from tests.support.models import tiny_model
 from tests.support.workers import DECODE, MIXED, PREFILL, ScriptedRouter, idle, running_worker, until, worker_config
 

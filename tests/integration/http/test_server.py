@@ -12,8 +12,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from services.core.errors import ConfigError
-from services.router.front.http import connections
-from services.router.front.http.connections import ConnectionLimits
+from services.router.front.http import connection
+from services.router.front.http.connection import ConnectionLimits
 from services.router.front.http.server import HttpServer
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
@@ -92,7 +92,7 @@ class Gate:
 async def serving(
     app: Callable[[Scope, Receive, Send], object], monkeypatch: pytest.MonkeyPatch, **changes: float
 ) -> AsyncIterator[HttpServer]:
-    monkeypatch.setattr(connections, "SWEEP_S", 0.02)
+    monkeypatch.setattr(connection, "SWEEP_S", 0.02)
     wanted: dict[str, float] = {"max_connections": 4, "max_per_peer": 4, "reserve": 2, **changes}
     server = HttpServer(app, "127.0.0.1", 0, ConnectionLimits(**wanted))  # type: ignore[arg-type]
     await server.start()

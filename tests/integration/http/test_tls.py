@@ -15,7 +15,7 @@ from cryptography import x509
 from starlette.types import Receive, Scope, Send
 
 from services.cli.certs import make_certificates
-from services.router.front.http.connections import ConnectionLimits
+from services.router.front.http.connection import ConnectionLimits
 from services.router.front.http.server import HttpServer
 from services.rpc.certificates import PUBLIC_FLAGS, Certificates
 from tests.support.certificates import certificates, written

@@ -8,7 +8,7 @@ import pytest
 
 from baton.v1 import control_pb2
 from benchmarks.lent import _crossing, _First, _without_margin
-from services.router.policy.prefix_sources import BringTime, prefix_break_even
+from services.router.policy.known_cache import BringTime, prefix_break_even
 
 COMPUTE_MS, FIXED_MS, BRING_MS = 0.5, 40.0, 0.1
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.awake import GAP_S, AwakeTime
-from services.core.clock import ManualClock, MonotonicClock
-from services.core.timeouts import AwakeClock, timeout_after
+from services.core.clock import AwakeClock, ManualClock, MonotonicClock, timeout_after
 from services.rpc.silence import PeerWatch
 
 

@@ -14,8 +14,7 @@ import uvloop
 from starlette.types import Message, Receive, Scope, Send
 
 from services.router.front.http.app import guarded
-from services.router.front.http.connection import MAX_LINES, MOST_EARLY_BYTES
-from services.router.front.http.connections import ConnectionLimits, ConnectionStage
+from services.router.front.http.connection import MAX_LINES, MOST_EARLY_BYTES, ConnectionLimits, ConnectionStage
 from services.router.front.http.server import HttpServer
 from tests.support.patience import HANG_S
 

@@ -11,7 +11,7 @@ import pytest
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import Overloaded
-from services.router.front.byte_budget import ByteBudget
+from services.router.front.call import ByteBudget
 from services.router.front.http import completions
 from services.router.front.http.answers import HttpCall, TokenTexts
 from services.router.front.http.body import Body

@@ -12,8 +12,7 @@ import pytest
 
 from services.core.errors import BatonError, ContextLengthExceeded, NoWorker, WorkerFailed
 from services.router.answer import Answer, Room
-from services.router.coordinator.actions import EmitFinished, EmitStarted, Summary
-from services.router.coordinator.events import FinishReason
+from services.router.coordinator.events import EmitFinished, EmitStarted, FinishReason, Summary
 from services.router.front.call import Call, Caller, Incoming
 from services.router.front.http import completions
 from services.router.front.http.answers import TokenTexts

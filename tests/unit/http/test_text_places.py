@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2, types_pb2
-from services.router.front.http.answers import Ending
+from services.router.front.http.answers import Ending, PromptScores
 from services.router.front.http.completions import CompletionStyle
 from services.router.front.http.parameters import TokenOptions
-from services.router.front.http.prompt_scores import PromptScores
 from services.router.text.streaming import TextStream
 from services.router.text.token_texts import TokenTexts
 from tests.support.text_model import byte_tokenizer

@@ -104,5 +104,5 @@ def test_only_a_transports_own_files_know_which_one_it_is() -> None:
 
 def test_the_walk_sees_through_other_modules_and_into_packages() -> None:
     assert {"services.kv", "services.kv.lease", "services.engine.schedule.scheduler"} <= set(pure_modules())
-    assert ["services.core.timeouts", "services.core.clock", "time"] in ways_to_impurity("services.core.timeouts")
+    assert ["services.rpc.silence", "services.core.clock", "time"] in ways_to_impurity("services.rpc.silence")
     assert ["services.engine.model.kv_cache", "torch"] in ways_to_impurity("services.engine")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.v1 import control_pb2
-from services.router.coordinator.actions import SendLeg
+from services.router.coordinator.events import SendLeg
 from services.router.policy import (
     PRESETS,
     BringTimes,
@@ -23,7 +23,7 @@ from services.router.policy import (
     place_prefill,
     sharing,
 )
-from services.router.policy.prefix_sources import MARGIN, MOST_AT_ONCE
+from services.router.policy.known_cache import MARGIN, MOST_AT_ONCE
 from services.router.policy.terms import prefix_cached
 from tests.support.router_bench import Bench
 from tests.support.worker_views import mixed, view

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from services.core.errors import BatonError, DeadlineExceeded, Draining, InvalidRequest, LeaseInvalid, StepFailed
-from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import (
+    CancelLeg,
     DecodeAdmitted,
     DecodeRefused,
     FinishReason,

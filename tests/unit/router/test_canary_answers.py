@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.coordinator.actions import CancelLeg, SendLeg
 from services.router.coordinator.events import (
+    CancelLeg,
     DecodeAdmitted,
     FinishReason,
     ImportReady,
+    SendLeg,
 )
 from services.router.policy import Role
 from services.router.policy.health import Health, HealthConfig

@@ -12,8 +12,8 @@ from services.core.errors import (
     UnknownWorker,
     WorkerFailed,
 )
-from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import (
+    CancelLeg,
     DecodeAdmitted,
     FinishReason,
     ImportFailed,

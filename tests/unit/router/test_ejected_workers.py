@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.core.step_average import StepAverage
-from services.router.coordinator.actions import EjectionChanged
+from services.router.coordinator.events import EjectionChanged
 from services.router.policy import (
     Cluster,
     HandoffsInFlight,

@@ -9,7 +9,6 @@ import pytest
 
 from baton.v1 import types_pb2
 from services.core.errors import LeaseInvalid, WorkerFailed
-from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -18,6 +17,7 @@ from services.router.coordinator.events import (
     LeaseEnd,
     LeaseEnded,
     LegEvent,
+    SendLeg,
     Tokens,
 )
 from services.router.policy import Role

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import NoWorker, UnsupportedModel
-from services.router.coordinator.actions import GroupsChanged
-from services.router.coordinator.events import DecodeAdmitted, ImportFailed, LegFailed
+from services.router.coordinator.events import DecodeAdmitted, GroupsChanged, ImportFailed, LegFailed
 from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Role
 from tests.support.router_bench import BUSY, Bench, started, tokens

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from services.core.clock import ManualClock
-from services.router.coordinator.actions import SendLeg, Stage, StageEnded
-from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, LeaseEnd, LeaseEnded
+from services.router.coordinator.events import (
+    DecodeAdmitted,
+    DecodeRefused,
+    LeaseEnd,
+    LeaseEnded,
+    SendLeg,
+    Stage,
+    StageEnded,
+)
 from services.router.policy import LeftOut, PlacedPhase, PlacementChoice, Role, WhyNot
 from services.router.policy.explanation import Decider
 from services.router.policy.presets import PRESETS

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.router.coordinator.events import RequestSpec
 from services.router.policy import Job, LeftOutWorkers, PlacedPhase, PlacementChoice, Ranking, explain_choice
+from services.router.policy.explanation import MOST_CHOICES, ExplainedRequest, Explanations
 from services.router.policy.terms import TERMS
-from services.router.telemetry.explained_requests import MOST_CHOICES, ExplainedRequest, Explanations
 from tests.support.worker_views import prefill
 
 
@@ -20,12 +19,8 @@ def choice(worker_id: str = "p") -> PlacementChoice:
     )
 
 
-def asked(label: str) -> RequestSpec:
-    return RequestSpec("its own", (1,), label=label)
-
-
 def served(explanations: Explanations, label: str, *, num_choices: int = 1, ends: bool = True) -> ExplainedRequest:
-    request = explanations.begin(asked(label), 0.0)
+    request = explanations.begin("its own", label, 0.0)
     for leg in range(1, num_choices + 1):
         explanations.placed(request, leg, leg, choice())
     if ends:
@@ -39,7 +34,7 @@ def legs(request: ExplainedRequest) -> list[int]:
 
 def test_a_request_is_found_while_it_lives_and_after() -> None:
     explanations = Explanations()
-    request = explanations.begin(asked("r"), 0.0)
+    request = explanations.begin("its own", "r", 0.0)
     assert explanations.find("r") == [request]
     explanations.placed(request, 7, 1, choice())
     explanations.leg_ended(request, 7, "done")
@@ -98,9 +93,9 @@ def test_memory_is_bounded(num_live: int) -> None:
 def test_a_flood_of_refusals_is_bounded_and_leaves_the_others() -> None:
     explanations = Explanations()
     answered = served(explanations, "answered")
-    explanations.refused(asked("first refused"), 1.0, "full")
+    explanations.refused("its own", "first refused", 1.0, "full")
     for number in range(600):
-        explanations.refused(asked(str(number)), 1.0, "x" * 10_000)
+        explanations.refused("its own", str(number), 1.0, "x" * 10_000)
     assert explanations.find("answered") == [answered]
     assert explanations.find("first refused") == []
     (newest,) = explanations.find("599")
@@ -110,7 +105,7 @@ def test_a_flood_of_refusals_is_bounded_and_leaves_the_others() -> None:
 
 def test_why_it_failed_is_remembered() -> None:
     explanations = Explanations()
-    request = explanations.begin(asked("r"), 0.0)
+    request = explanations.begin("its own", "r", 0.0)
     explanations.end(request, "no worker")
     explanations.end(request, "told twice")
     assert request.failure == "no worker"

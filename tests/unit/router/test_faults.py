@@ -15,8 +15,8 @@ from services.core.errors import (
     TransferFailed,
     WorkerFailed,
 )
-from services.router.coordinator.actions import CancelLeg, SendLeg
 from services.router.coordinator.events import (
+    CancelLeg,
     DecodeAdmitted,
     DecodeRefused,
     FinishReason,
@@ -26,6 +26,7 @@ from services.router.coordinator.events import (
     LeaseEnded,
     LegEvent,
     LegFailed,
+    SendLeg,
     Tokens,
 )
 from services.router.coordinator.request import Phase

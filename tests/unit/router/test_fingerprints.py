@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import NoWorker
-from services.router.coordinator.actions import GroupsChanged
-from services.router.coordinator.events import DecodeAdmitted
+from services.router.coordinator.events import DecodeAdmitted, GroupsChanged
 from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Role
 from tests.support.router_bench import Bench, started, tokens

@@ -13,14 +13,17 @@ from services.core.errors import (
     NoWorker,
     Overloaded,
 )
-from services.router.coordinator.actions import CancelLeg, EmitStarted, Stage, StageEnded
 from services.router.coordinator.events import (
+    CancelLeg,
     DecodeAdmitted,
     DecodeRefused,
+    EmitStarted,
     FinishReason,
     ImportReady,
     LeaseEnd,
     LeaseEnded,
+    Stage,
+    StageEnded,
     Tokens,
 )
 from services.router.coordinator.request import Phase

@@ -9,8 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from baton.v1 import inference_pb2
-from services.router.front.byte_budget import ByteBudget
-from services.router.front.call import TOKEN_BYTES, Incoming
+from services.router.front.call import TOKEN_BYTES, ByteBudget, Incoming
 
 OF_THE_PROMPT = {
     *("text", "token_ids", "messages", "tools"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import LeaseInvalid, TransferFailed, WorkerFailed
-from services.router.coordinator.actions import CancelLeg, SendLeg
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import (
+    CancelLeg,
     DecodeAdmitted,
     ImportFailed,
     LeaseEnd,
     LeaseEnded,
+    SendLeg,
 )
 from services.router.coordinator.request import Phase
 from services.router.policy import Role

@@ -9,8 +9,7 @@ import pytest
 
 from services.core.errors import DeadlineExceeded, Overloaded
 from services.engine.cost_model import CostModel
-from services.router.coordinator.actions import CancelLeg
-from services.router.coordinator.events import DecodeAdmitted, PromptComputed
+from services.router.coordinator.events import CancelLeg, DecodeAdmitted, PromptComputed
 from services.router.policy import Role
 from tests.support.router_bench import Bench, started
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from services.core.errors import BatonError, Draining, LeaseInvalid, TransferFailed, WorkerIdInUse
-from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     FinishReason,
     ImportFailed,
     ImportReady,
     LegFailed,
+    SendLeg,
     Tokens,
 )
 from services.router.coordinator.workers import WorkerState

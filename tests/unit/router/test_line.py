@@ -11,7 +11,6 @@ import pytest
 
 from services.core.errors import Overloaded
 from services.router.coordinator import placement
-from services.router.coordinator.actions import SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -19,6 +18,7 @@ from services.router.coordinator.events import (
     ImportReady,
     LeaseEnd,
     LeaseEnded,
+    SendLeg,
 )
 from services.router.coordinator.request import Phase
 from services.router.policy import Load, Role

@@ -20,7 +20,7 @@ from services.router.policy import (
     nearest_start,
     place_prefill,
 )
-from services.router.policy.long_prompts import LongPromptConfig, LongPrompts
+from services.router.policy.filter import LongPromptConfig, LongPrompts
 from tests.support.router_bench import Bench
 from tests.support.worker_views import decode, prefill
 

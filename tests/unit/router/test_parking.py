@@ -7,10 +7,11 @@ import pytest
 from services.core.errors import (
     Cancelled,
 )
-from services.router.coordinator.actions import CancelLeg, EmitStarted
 from services.router.coordinator.events import (
+    CancelLeg,
     DecodeAdmitted,
     DecodeRefused,
+    EmitStarted,
     FinishReason,
     ImportReady,
     LeaseEnd,

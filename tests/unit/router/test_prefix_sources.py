@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from services.router.policy.prefix_sources import (
+from services.router.policy.known_cache import (
     MARGIN,
     MOST_AT_ONCE,
     BringTime,

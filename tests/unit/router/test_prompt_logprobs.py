@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.router.coordinator.actions import EmitPromptTokens, SendLeg
-from services.router.coordinator.events import DecodeAdmitted, ImportReady, PromptTokens
+from services.router.coordinator.events import DecodeAdmitted, EmitPromptTokens, ImportReady, PromptTokens, SendLeg
 from services.router.coordinator.request import Phase
 from services.router.policy import Role
 from tests.support.router_bench import Bench, started, tokens, two_of_each

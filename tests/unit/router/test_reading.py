@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest, MalformedMessage, Overloaded
-from services.router.front.byte_budget import ByteBudget
-from services.router.front.call import TOKEN_BYTES, Incoming
+from services.router.front.call import TOKEN_BYTES, ByteBudget, Incoming
 from services.router.front.http import body as http_body
 from services.rpc import wire_count
 

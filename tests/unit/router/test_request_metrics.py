@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest, WorkerFailed
-from services.router.coordinator.actions import Stage, StageEnded
-from services.router.coordinator.events import FinishReason
+from services.router.coordinator.events import FinishReason, Stage, StageEnded
 from services.router.telemetry.request_metrics import RequestMetrics, RequestRecord
 from services.rpc.prometheus import DURATION_BUCKETS, PER_TOKEN_BUCKETS, TTFT_BUCKETS
 

@@ -11,8 +11,8 @@ from services.core.errors import (
     InvalidRequest,
     ProtocolViolation,
 )
-from services.router.coordinator.actions import CancelLeg, SendLeg
 from services.router.coordinator.events import (
+    CancelLeg,
     DecodeAdmitted,
     DecodeRefused,
     FinishReason,
@@ -20,6 +20,7 @@ from services.router.coordinator.events import (
     LeaseEnd,
     LeaseEnded,
     LegFailed,
+    SendLeg,
 )
 from services.router.coordinator.request import Phase
 from services.router.policy import Role

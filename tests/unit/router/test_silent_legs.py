@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import Overloaded, WorkerFailed
-from services.router.coordinator.actions import CancelLeg
 from services.router.coordinator.events import (
+    CancelLeg,
     DecodeAdmitted,
     FinishReason,
     ImportReady,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.coordinator.actions import SendLeg
-from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady
+from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady, SendLeg
 from services.router.policy import Role
 from services.router.policy.handoff_time import MEMORY_S, MIN_HANDOFFS
 from tests.support.router_bench import Bench, started, tokens

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import CorruptBlock, Draining, InvalidRequest, LeaseInvalid, Overloaded, TransferFailed
-from services.router.coordinator.actions import CancelLeg, SendLeg, StageEnded
-from services.router.coordinator.actions import Stage as RouterStage
 from services.router.coordinator.events import (
+    CancelLeg,
     DecodeAdmitted,
     DecodeRefused,
     FinishReason,
@@ -16,7 +15,10 @@ from services.router.coordinator.events import (
     LeaseEnd,
     LeaseEnded,
     LegFailed,
+    SendLeg,
+    StageEnded,
 )
+from services.router.coordinator.events import Stage as RouterStage
 from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, PlacedPhase, Role, WhyNot
 from services.router.policy.health import Health, HealthConfig

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from services.core.errors import StepFailed
-from services.router.coordinator.actions import CancelLeg
-from services.router.coordinator.events import LegFailed
+from services.router.coordinator.events import CancelLeg, LegFailed
 from services.router.policy import Role
 from services.router.policy.health import Health
 from tests.support.router_bench import Bench, started, tokens

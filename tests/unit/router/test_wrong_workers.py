@@ -9,8 +9,14 @@ import pytest
 from baton.v1 import types_pb2
 from services.core.errors import WrongOutput
 from services.core.hashing import block_hashes, short_hashes
-from services.router.coordinator.actions import CancelLeg, SendLeg
-from services.router.coordinator.events import DecodeAdmitted, FinishReason, ImportReady, PromptTokens
+from services.router.coordinator.events import (
+    CancelLeg,
+    DecodeAdmitted,
+    FinishReason,
+    ImportReady,
+    PromptTokens,
+    SendLeg,
+)
 from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Role
 from services.router.policy.health import Health, HealthConfig

@@ -31,7 +31,7 @@ def configured(form: str) -> io.StringIO:
 
 def test_json_has_the_ids_of_the_record_or_of_the_context():
     stream = configured("json")
-    logger = logging.getLogger("services.worker.hub")
+    logger = logging.getLogger("services.worker.session")
     with log_ids("req-1", TRACEPARENT):
         logger.info("lease %s open", "abc")
         logger.info("another's", extra=ids("req-2"))
@@ -69,9 +69,9 @@ def test_what_a_peer_sends_makes_no_endless_line(form: str):
 
 def test_console_lines_are_short():
     stream = configured("console")
-    logging.getLogger("services.worker.hub").warning("session %d open", 3, extra=ids("req-1", TRACEPARENT))
+    logging.getLogger("services.worker.session").warning("session %d open", 3, extra=ids("req-1", TRACEPARENT))
     line = stream.getvalue().rstrip()
-    assert "WARNING decode-0 services.worker.hub: session 3 open [request_id=req-1 trace_id=0af7" in line
+    assert "WARNING decode-0 services.worker.session: session 3 open [request_id=req-1 trace_id=0af7" in line
 
 
 @pytest.mark.parametrize("wrong", [{"level": "loud"}, {"form": "xml"}])

@@ -32,14 +32,15 @@ from services.engine.schedule.sequence import (
 )
 from services.kv.handoff_admission import AdmissionPolicy, EngineRoom
 from services.kv.pool import BlockPool, Holder
-from services.router.coordinator.actions import HandoffRef, SendLeg
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
+    HandoffRef,
     ImportReady,
     LegEvent,
     PrefillStarted,
     RequestSpec,
+    SendLeg,
     Tokens,
     WorkerInfo,
 )

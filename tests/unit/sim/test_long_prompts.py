@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from services.router.policy.long_prompts import LongPromptConfig
+from services.router.policy.filter import LongPromptConfig
 from services.sim.cluster import Outcome, SimPlan, simulate
 from services.sim.profile import WorkerProfile
 from services.sim.trace import TracedRequest

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.split_choice import CPU
 from services.router.coordinator import book
-from services.router.coordinator.actions import StageEnded
+from services.router.coordinator.events import StageEnded
 from services.router.coordinator.request import Request, place_stage
 from services.router.policy import Split
 from services.sim.cluster import ROUTER, SimPlan, simulate

@@ -18,8 +18,7 @@ import pytest
 from services.core.clock import MonotonicClock
 from services.core.errors import ConfigError, QuotaExceeded
 from services.router.tenants.limit_store import LimitStore
-from services.router.tenants.quota import Quota
-from services.router.tenants.tenant import Tenant, TenantLimits
+from services.router.tenants.tenant import Quota, Tenant, TenantLimits
 from tests.support.pumps import until_either_ends
 from tests.support.redis_server import SERVER, WITHOUT, RedisServer
 

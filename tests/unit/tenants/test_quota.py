@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.errors import InvalidRequest, QuotaExceeded
-from services.router.tenants.quota import Quota, allowed_output, demand_together
-from services.router.tenants.tenant import Tenant, TenantLimits
+from services.router.tenants.tenant import Quota, Tenant, TenantLimits, allowed_output, demand_together
 
 
 def tenant(**limits: Any) -> Tenant:

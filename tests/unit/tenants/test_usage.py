@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from baton.v1 import inference_pb2
 from services.router.answer import Answer
 from services.router.config import RouterConfig
-from services.router.coordinator.actions import EmitStarted
+from services.router.coordinator.events import EmitStarted
 from services.router.telemetry.metrics import RouterMetrics
 from services.router.telemetry.usage import MOST_TENANTS, OTHERS, RequestUsage, UsageMetrics
 from services.router.tenants.tenant import TokenPrices, TokenUsage

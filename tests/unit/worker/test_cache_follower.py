@@ -6,7 +6,7 @@ import pytest
 
 from services.core.hashing import pack_hashes, short_hashes, unpack_hashes
 from services.kv.index_log import IndexChanges
-from services.worker.cache_follower import CacheFollower
+from services.worker.session import CacheFollower
 
 
 def hashes(*numbers: int) -> tuple[bytes, ...]:
@@ -45,7 +45,7 @@ def test_an_empty_cache_is_told_as_a_whole_one() -> None:
 
 
 def test_many_changes_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.cache_follower._MOST_HASHES", 3)
+    monkeypatch.setattr("services.worker.session._MOST_HASHES", 3)
     engine = Engine(
         IndexChanges(7, True, hashes(*range(7)), ()), IndexChanges(9, False, hashes(10, 11), hashes(0, 1, 2, 3))
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import worker_pb2
-from services.decode.record import DecodeRecord
+from services.decode.leg import DecodeRecord
 from services.engine.config import StepReport
 from services.rpc.names import Attr, Span
 

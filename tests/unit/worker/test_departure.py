@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.worker.departure import Departure
+from services.worker.host import Departure
 from tests.support.patience import HANG_S
 
 

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from baton.v1 import types_pb2
-from services.core.clock import MonotonicClock
+from services.core.clock import AwakeClock, MonotonicClock
 from services.core.hashing import BlockHash
-from services.core.timeouts import AwakeClock
 from services.engine.config import EngineInfo
 from services.kv.imports import ImportTable
 from services.kv.layout import Layout

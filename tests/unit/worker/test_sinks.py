@@ -10,7 +10,7 @@ import pytest
 
 from services.engine.config import StepReport
 from services.engine.schedule.sequence import Failed
-from services.worker.hub import EventHub
+from services.worker.session import EventHub
 
 
 class Sink:

@@ -16,8 +16,7 @@ from google.protobuf.message import DecodeError
 
 from baton.v1 import inference_pb2
 from services.core.errors import MalformedMessage
-from services.router.front.byte_budget import ByteBudget, Charge
-from services.router.front.call import Incoming
+from services.router.front.call import ByteBudget, Charge, Incoming
 from services.rpc import wire_count
 from services.rpc.call_limits import WITH_PROMPTS
 from services.rpc.interceptors import Behavior, CallContext, Handler

@@ -2,13 +2,16 @@
 
 An `HttpCall` has requests as the router knows them, each with the `Style` in which its endpoint writes choices. A
 writer makes one JSON object of all answers, or the chunks of one stream; no event is written before the first token, so
-an error until then is reported by the status, unless a wait was long (`kept_alive`). Owns: what is written when, and
-the usage of all answers together. Never: bytes on the wire (reply.py).
+an error until then is reported by the status, unless a wait was long (`kept_alive`). Log-probabilities of a prompt's
+tokens (`PromptScores`) are written as they come, so that no prompt takes the event loop for long. Owns: what is written
+when, and the usage of all answers together. Never: bytes on the wire (reply.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import copy
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,10 +22,191 @@ from baton.v1 import inference_pb2, types_pb2
 from services.router.answer import Answer, AnswerEvent, append_chunk
 from services.router.coordinator.progress import LiveProgress
 from services.router.front.call import Incoming
-from services.router.front.http.parameters import StreamOptions
-from services.router.front.http.prompt_scores import PromptScores, finite, name_of
+from services.router.front.http.parameters import AS_TEXTS, StreamOptions, TokenOptions
 from services.router.front.http.reply import Reply, dump, dump_in_turns
+from services.router.text.streaming import CONTEXT_TOKENS, Detokeniser, num_begun
 from services.router.text.token_texts import TokenTexts
+
+# JSON has no infinity, which is the log-probability of a masked token. vLLM uses the same bound.
+_LEAST = -9999.0
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LEAST)
+
+
+def name_of(token_id: int) -> str:
+    """Returns a token's name by its id, as vLLM has it."""
+    return f"token_id:{token_id}"
+
+
+def completion_logprobs(
+    texts: TokenTexts,
+    token_ids: Iterable[int],
+    logprobs: Iterable[types_pb2.TokenLogprobs],
+    num_top: int | None = None,
+    *,
+    are_ids: bool = False,
+) -> dict[str, list[object]]:
+    """Returns the lists of /v1/completions but for `text_offset`.
+
+    `num_top` is how many of the likeliest tokens to write of those that are there; None for all. They are named by
+    their texts, or by their ids if `are_ids`.
+    """
+    lists: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+    for token_id, entry in zip(token_ids, logprobs, strict=True):
+        name = name_of(token_id) if are_ids else texts[token_id].text
+        lists["tokens"].append(name)
+        lists["token_logprobs"].append(finite(entry.logprob))
+        # The likeliest first. The chosen token is always listed, and has its text; of others with the same text all but
+        # the first are named by their ids.
+        named, top = {name: token_id}, dict[str, float]()
+        for other in entry.top[:num_top]:
+            text = name_of(other.token_id) if are_ids else texts[other.token_id].text
+            if named.setdefault(text, other.token_id) != other.token_id:
+                text = name_of(other.token_id)
+            top[text] = finite(other.logprob)
+        top.setdefault(name, finite(entry.logprob))
+        lists["top_logprobs"].append(top)
+    return lists
+
+
+class PromptScores:
+    """Collects what one answer says of its prompt's tokens: OpenAI's lists, which `echo` begins, and vLLM's
+    `prompt_logprobs`. The first token has no log-probability: null stands in its place."""
+
+    def __init__(
+        self,
+        texts: TokenTexts,
+        tokens: TokenOptions = AS_TEXTS,
+        *,
+        num_echoed: int | None = None,
+        num_top: int | None = None,
+    ) -> None:
+        """`num_echoed` is how many of the likeliest tokens are in OpenAI's lists, `num_top` in vLLM's; None: there are
+        no such lists."""
+        self._texts = texts
+        self.tokens = tokens
+        self._num_echoed = num_echoed
+        self._num_top = num_top
+        self._token_ids: Sequence[int] = ()
+        self._lists: dict[str, list[object]] | None = None
+        self._entries: list[object] | None = None
+
+    @functools.cached_property
+    def places(self) -> TextPlaces:
+        """Returns where the output's tokens begin in the text: behind those of the prompt, if OpenAI's lists have
+        these."""
+        return TextPlaces(self._texts)
+
+    def ask(self, response: inference_pb2.ResponseOptions) -> None:
+        """Asks for what the lists need."""
+        wanted = [num for num in (self._num_echoed, self._num_top) if num is not None]
+        if wanted:
+            response.prompt_logprobs = max(wanted)
+            response.echo_token_ids = True
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Takes the prompt's tokens, and writes the first."""
+        self._token_ids = token_ids
+        if self._num_top is not None:
+            self._entries = [None]
+        if self._num_echoed is not None:
+            first = name_of(token_ids[0]) if self.tokens.are_ids else self._texts[token_ids[0]].text
+            self._lists = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None]}
+            self.places.add(token_ids[:1])
+        elif token_ids:
+            self.places.continues(token_ids)
+
+    def add(self, part: inference_pb2.PromptLogprobs) -> None:
+        token_ids = self._token_ids[part.position : part.position + len(part.logprobs)]
+        if self._entries is not None:
+            pairs = zip(token_ids, part.logprobs, strict=True)
+            self._entries.extend(self._entry(token_id, entry) for token_id, entry in pairs)
+        if self._lists is not None:
+            self.places.add(token_ids)
+            lists = completion_logprobs(
+                self._texts, token_ids, part.logprobs, self._num_echoed, are_ids=self.tokens.are_ids
+            )
+            for name, values in lists.items():
+                self._lists[name] += values
+
+    def echoed(self, output: dict[str, list[object]] | None) -> dict[str, list[object]] | None:
+        """Returns the lists of the prompt and then of the output."""
+        if self._lists is None or output is None:
+            return output if self._lists is None else dict(self._lists)
+        return {name: values + output[name] for name, values in self._lists.items()}
+
+    def listed(self, output: inference_pb2.Chunk) -> dict[str, object]:
+        """Returns vLLM's field with the ids of an output's tokens, if it was asked for."""
+        return {"token_ids": list(output.token_ids)} if self.tokens.are_listed else {}
+
+    def prompt_ids(self) -> dict[str, object]:
+        """Returns vLLM's field with the ids of the prompt's tokens, if it was asked for."""
+        return {"prompt_token_ids": list(self._token_ids)} if self.tokens.are_listed else {}
+
+    def fields(self) -> dict[str, object]:
+        """Returns vLLM's field, if it was asked for."""
+        return {} if self._entries is None else {"prompt_logprobs": self._entries}
+
+    def _entry(self, token_id: int, entry: types_pb2.TokenLogprobs) -> dict[str, object]:
+        """Returns the log-probabilities at one place by token id: the prompt's token first, then the likeliest."""
+        assert self._num_top is not None
+        found = {str(token_id): self._logprob(token_id, entry.logprob, entry.rank if entry.HasField("rank") else None)}
+        for place, top in enumerate(entry.top[: self._num_top], 1):
+            found.setdefault(str(top.token_id), self._logprob(top.token_id, top.logprob, place))
+        return dict(found)
+
+    def _logprob(self, token_id: int, logprob: float, rank: int | None) -> dict[str, object]:
+        text = name_of(token_id) if self.tokens.are_ids else self._texts[token_id].text
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+
+
+class TextPlaces:
+    """Finds where tokens begin in the text of an answer, the prompt's first if the text begins with it.
+
+    The text comes later than its tokens while a character or a possible stop string is incomplete, and the tokens of a
+    character begin where it does. A token whose text is left out begins where the next one does.
+    """
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._detokeniser = Detokeniser(texts.tokenizer, skip_special_tokens=False)
+        self._waiting = collections.deque[tuple[int, str]]()
+        """The tokens whose places are not told yet, with what they add to the text."""
+        self._at = 0
+
+    def continues(self, prompt: Sequence[int]) -> None:
+        """Takes the prompt that the tokens follow, of which nothing is in the text."""
+        whole = prompt[: len(prompt) - num_begun(self._texts.tokenizer, prompt)]
+        before = whole[-CONTEXT_TOKENS:]
+        self._detokeniser = Detokeniser(self._texts.tokenizer, skip_special_tokens=False, before=before)
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        self._waiting += [(token_id, self._detokeniser.push(token_id)) for token_id in token_ids]
+
+    def copy(self) -> TextPlaces:
+        """Returns another that has the same tokens so far."""
+        other = copy.copy(self)
+        other._detokeniser, other._waiting = copy.copy(self._detokeniser), self._waiting.copy()
+        return other
+
+    def told(self, text: str, *, is_whole: bool) -> list[int]:
+        """Returns the places of the tokens, after those that were told before, whose text has come: of all if the text
+        is whole. They are characters from the text's beginning."""
+        places = []
+        while self._waiting:
+            token_id, piece = self._waiting[0]
+            if not text.startswith(piece, self._at):
+                if token_id in self._texts.special:
+                    piece = ""
+                elif not is_whole and len(text) < self._at + len(piece):
+                    break
+            places.append(self._at)
+            self._at = min(self._at + len(piece), len(text))
+            self._waiting.popleft()
+        return places
+
 
 Json = dict[str, Any]
 

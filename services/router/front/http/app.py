@@ -29,7 +29,7 @@ from services.core.clock import Clock
 from services.core.errors import BatonError
 from services.core.ids import new_request_id
 from services.router.catalogue import Catalogue, ServedModel
-from services.router.front.byte_budget import ByteBudget
+from services.router.front.call import ByteBudget
 from services.router.front.http import chat, completions
 from services.router.front.http.body import BodyLimits
 from services.router.front.http.generation import Generation, caller_of

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from services.core.errors import Cancelled, InvalidRequest, MalformedMessage, MessageTooLarge
-from services.router.front.byte_budget import Charge
+from services.router.front.call import Charge
 from services.router.front.http.reply import HttpError, plain_error
 
 SMALL_BYTES = 64 << 10

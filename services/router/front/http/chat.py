@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.call import Incoming
-from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt, chat_logprobs
+from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt, PromptScores, chat_logprobs
 from services.router.front.http.body import Body, as_list, as_record
 from services.router.front.http.content import REFUSAL, ROLES, as_content
 from services.router.front.http.parameters import (
@@ -17,7 +17,6 @@ from services.router.front.http.parameters import (
     read_token_options,
     refuse_unsupported,
 )
-from services.router.front.http.prompt_scores import PromptScores
 from services.router.front.http.tools import call_deltas, calls, name_in_chats, read_calls, read_tools
 from services.router.front.validation import MAX_MESSAGES
 from services.router.text.token_texts import TokenTexts

@@ -9,7 +9,16 @@ from typing import Any
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.call import Incoming
-from services.router.front.http.answers import Ending, HttpCall, Json, Objects, Prompt
+from services.router.front.http.answers import (
+    Ending,
+    HttpCall,
+    Json,
+    Objects,
+    Prompt,
+    PromptScores,
+    TextPlaces,
+    completion_logprobs,
+)
 from services.router.front.http.body import Body, as_text, as_whole, bounded
 from services.router.front.http.parameters import (
     NOT_IN_COMPLETIONS,
@@ -18,8 +27,6 @@ from services.router.front.http.parameters import (
     read_token_options,
     refuse_unsupported,
 )
-from services.router.front.http.prompt_scores import PromptScores, completion_logprobs
-from services.router.front.http.text_places import TextPlaces
 from services.router.front.validation import MAX_PROMPT_TOKENS
 from services.router.text.token_texts import TokenTexts
 

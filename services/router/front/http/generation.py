@@ -24,16 +24,14 @@ from services.core.errors import BatonError, InvalidKey, InvalidRequest, forget_
 from services.core.printable import printable
 from services.router.answer import Answer
 from services.router.catalogue import Catalogue, ServedModel
-from services.router.front.byte_budget import ByteBudget
-from services.router.front.call import Call, Caller, Incoming, Together
+from services.router.front.call import ByteBudget, Call, Caller, Incoming, Together
 from services.router.front.http.answers import Writer
 from services.router.front.http.body import Body, BodyLimits, no_json, read_body
 from services.router.front.http.reply import DIRECT, REQUEST_ID, ROOM, Reply, http_error, kept_alive
 from services.router.front.intake import Intake
 from services.router.front.progress import words
 from services.router.tenants.gate import Gate
-from services.router.tenants.quota import demand_together
-from services.router.tenants.tenant import Tenant
+from services.router.tenants.tenant import Tenant, demand_together
 from services.router.text.token_texts import TokenTexts
 from services.rpc.logging import ids
 from services.rpc.parameters import check_label

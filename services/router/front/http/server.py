@@ -1,7 +1,6 @@
 """Runs the router's HTTP server: uvicorn inside the router's event loop, in the clear or in TLS.
 
-Owns: the port. Never: what is answered, what one connection may cost (connection.py), or how many there may be
-(connections.py).
+Owns: the port. Never: what is answered, what connections may cost, or how many there may be (connection.py).
 """
 
 from __future__ import annotations
@@ -17,8 +16,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.core.listening import cannot_listen
-from services.router.front.http.connection import BoundedConnection, Bounds
-from services.router.front.http.connections import ConnectionLimits, Connections, default_limits
+from services.router.front.http.connection import (
+    BoundedConnection,
+    Bounds,
+    ConnectionLimits,
+    Connections,
+    default_limits,
+)
 from services.rpc.certificates import Certificates
 
 _BACKLOG = 2048

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest, Overloaded, forget_frames
 from services.router.catalogue import Catalogue, ServedModel
-from services.router.front.byte_budget import RETRY_AFTER_S, ByteBudget
+from services.router.front.call import RETRY_AFTER_S, ByteBudget
 from services.router.front.http.answers import Json
 from services.router.front.http.body import Body, BodyLimits, as_list, as_text, no_json, read_body
 from services.router.front.http.chat import read_messages

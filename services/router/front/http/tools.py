@@ -13,7 +13,7 @@ from typing import Any
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.http.body import Body, as_list, as_record, as_text
-from services.router.front.tools import MAX_CALLS, MAX_SCHEMA_VALUES, MAX_TOOLS
+from services.router.front.validation import MAX_CALLS, MAX_SCHEMA_VALUES, MAX_TOOLS
 from services.rpc.json_schemas import MAX_SCHEMA_BYTES
 
 _MODES = {

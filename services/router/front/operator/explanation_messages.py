@@ -1,7 +1,6 @@
 """Writes down why requests were placed as they were, as ControlService tells it.
 
-Owns: the messages. Never: what is remembered (`telemetry/explained_requests.py`), or what decided
-(`policy/explanation.py`).
+Owns: the messages. Never: what is remembered, or what decided (`policy/explanation.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from services.router.policy import (
     WhySplit,
     WhyUnsplit,
 )
-from services.router.policy.explanation import Decider, Verdict, term_name
-from services.router.telemetry.explained_requests import ExplainedChoice, ExplainedRequest
+from services.router.policy.explanation import Decider, ExplainedChoice, ExplainedRequest, Verdict, term_name
 
 MOST_ANSWERED = 8
 """The most requests of one label that are answered with."""

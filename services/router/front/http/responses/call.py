@@ -15,12 +15,13 @@ from services.core.errors import InvalidRequest
 from services.router.front.call import Incoming
 from services.router.front.http.answers import Writer
 from services.router.front.http.body import Body, as_record, as_text, bounded
-from services.router.front.http.constraints import FIELDS, read_text_format
 from services.router.front.http.parameters import (
+    FIELDS,
     NOT_SERVED,
     OF_MESSAGES,
     Neutral,
     read_shared,
+    read_text_format,
     refuse_unsupported,
 )
 from services.router.front.http.reply import Reply
