@@ -80,7 +80,7 @@ class App:
             if not reply.room.is_there:
                 self.begun.put_nowait("no room")
                 is_there = asyncio.Event()
-                reply.room.awaited.add(is_there.set)
+                reply.room.awaited.append(is_there.set)
                 await is_there.wait()
                 reply.room.awaited.clear()
             reply.part(part)

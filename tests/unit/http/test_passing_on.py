@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import pytest
 
 from baton.v1 import inference_pb2
 from services.core.errors import WorkerFailed
-from services.router.answer import Answer, AnswerEvent, Room
+from services.router.answer import MAX_CHUNK_TOKENS, Answer, AnswerEvent, Room
 from services.router.coordinator.actions import EmitFinished, EmitStarted, Summary
 from services.router.coordinator.events import FinishReason
 from tests.support.text_model import byte_tokenizer
@@ -114,3 +115,43 @@ async def test_a_client_that_is_gone_is_told_nothing_more() -> None:
     client.answer.failed(WorkerFailed("later"))
     assert len(client.events) == num_events
     assert not client.room.awaited
+
+
+def _long_output(answer: Answer, index: int = 0, *, is_last: bool = True) -> None:
+    """Gives the answer an output of two chunks and an end."""
+    answer.tokens(TOKEN_IDS[:1] * (2 * MAX_CHUNK_TOKENS), [], index)
+    answer.finished(EmitFinished("r", FinishReason.LENGTH, None, SUMMARY, index=index, is_last=is_last))
+
+
+async def test_answers_to_a_prompt_take_turns() -> None:
+    """None of them waits until a slow client has all of another."""
+    client = Narrow(2)
+    client.room.is_there = False
+    passing = asyncio.create_task(client.pass_on())
+    await asyncio.sleep(0)
+    for index in range(2):
+        _long_output(client.answer, index, is_last=index == 1)
+    await client.read_all(passing)
+    assert [each.index for each in client.events] == [0, 1] * 3  # type: ignore[union-attr]
+
+
+async def test_prompts_take_turns() -> None:
+    clients = [Narrow(1), Narrow(1)]
+    room, order = clients[0].room, list[int]()
+    room.is_there = False
+
+    def take(number: int, event: AnswerEvent) -> None:
+        clients[0].take(event)
+        order.append(number)
+
+    passing = [
+        asyncio.create_task(client.answer.pass_on(functools.partial(take, number), room))
+        for number, client in enumerate(clients)
+    ]
+    await asyncio.sleep(0)
+    for client in clients:
+        _long_output(client.answer)
+    for task in passing:
+        await clients[0].read_all(task) if not task.done() else None
+    assert sorted(order[:2]) == [0, 1]
+    assert order == order[:2] * 3
