@@ -341,3 +341,17 @@ def test_load_is_what_the_bench_says() -> None:
     """This is what the tests above depend on: an idle snapshot differs from a busy one."""
     assert Load(blocks_free=8).idle
     assert not replace(Load(blocks_free=0), blocks_active=8).idle
+
+
+def test_a_stream_that_is_replayed_comes_before_its_equals() -> None:
+    """Its client waits for the next token, however long its output is expected to be."""
+    bench = Bench()
+    bench.join("p", Role.PREFILL)
+    bench.join("d", Role.DECODE)
+    bench.decoding("begun", min_tokens=500, max_tokens=500)
+    bench.lose("d")
+    bench.submit("new", max_tokens=8)
+    assert not bench.take_legs(Role.PREFILL)
+    bench.join("d", Role.DECODE, incarnation=2)
+    sent = [command.spec.request_id for command in bench.take_legs(Role.PREFILL)]
+    assert sent == ["begun", "new"]
