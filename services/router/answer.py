@@ -45,13 +45,15 @@ class Room:
 
     def __init__(self) -> None:
         self.is_there = True
-        self.awaited: set[Callable[[], None]] = set()
-        """What is called when there is room again."""
+        self.awaited: collections.deque[Callable[[], None]] = collections.deque()
+        """What is called when there is room again; whoever was called last is the last the next time."""
 
     def made(self) -> None:
         self.is_there = True
-        for told in list(self.awaited):
-            told()
+        for _ in range(len(self.awaited)):
+            if self.is_there:
+                self.awaited.rotate(-1)
+                self.awaited[-1]()
 
 
 _Decoded = tuple[Parsed, Sequence[int], Sequence[Any]]
@@ -236,6 +238,8 @@ class Answer:
             )
             for index in range(num_answers(request))
         ]
+        self._turns = collections.deque(self._outputs)
+        """The outputs, the next to be looked at first."""
         self._info = inference_pb2.PromptInfo(
             request_id=request_id,
             model=model_id,
@@ -370,13 +374,13 @@ class Answer:
                 over.set_result(error)
 
         self._pass_on = pass_on
-        room.awaited.add(pass_on)
+        room.awaited.append(pass_on)
         try:
             pass_on()
             error = await over
         finally:
             self._pass_on = None
-            room.awaited.discard(pass_on)
+            room.awaited.remove(pass_on)
         if error is not None:
             raise error
 
@@ -402,13 +406,14 @@ class Answer:
             yield self._info
         while self._scored:
             yield self._scored.popleft()
-        has_more = True
-        while has_more:
-            has_more = False
-            for output in self._outputs:  # in turns, so that none waits for a client that is slow to take another
-                if (event := output.take()) is not None:
-                    has_more = True
-                    yield event
+        num_empty = 0
+        while num_empty < len(self._turns):  # in turns, so that none waits for a client that is slow to take another
+            self._turns.rotate(-1)
+            if (event := self._turns[-1].take()) is not None:
+                num_empty = 0
+                yield event
+            else:
+                num_empty += 1
 
     def _is_taken(self) -> bool:
         """Returns whether the client has the whole answer. Raises the error that ended it."""

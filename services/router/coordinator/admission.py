@@ -26,7 +26,7 @@ from services.core.errors import BatonError, DeadlineExceeded, NoWorker, Overloa
 from services.router.coordinator.book import Book, Outlook
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.coordinator.placement import can_be_served, why_unserved
-from services.router.coordinator.queue import TenantLine, line_order, order_of
+from services.router.coordinator.queue import TenantLine, could_serve, line_order, order_of
 from services.router.coordinator.request import Phase, Request
 from services.router.policy import Ahead, Costs, Work
 
@@ -164,8 +164,7 @@ def _fail_unmeetable(book: Book, now: float) -> None:
     """Fails queued requests that cannot meet their deadlines, unless some output was received: those may go on."""
     if not any(request.spec.deadline_s is not None for request in book.queue):
         return
-    costs, longest = _costs(book), book.workers.cluster.everyone.longest_sequence
-    line = _Line(book)
+    costs, line = _costs(book), _Line(book)
     for request in list(book.queue.in_order()):
         spec = request.spec
         if spec.deadline_s is not None and not request.output and not request.is_part:
@@ -175,9 +174,8 @@ def _fail_unmeetable(book: Book, now: float) -> None:
                 if error is not None:
                     book.fail(request, error, now)
                     continue
-        if request.total_tokens > longest:
-            continue  # no ready worker could serve it, so it delays nobody
-        line.add(request)
+        if could_serve(book.workers.cluster.everyone, request):  # else it delays nobody
+            line.add(request)
 
 
 def passed_deadline(request: Request, now: float) -> DeadlineExceeded | None:
@@ -291,13 +289,11 @@ def _check_deadline(
 ) -> None:
     if spec.deadline_s is None:
         return
-    # A request that no ready worker could serve delays nobody.
-    longest = book.workers.cluster.everyone.longest_sequence
     line = _Line(book)  # before the work: what is expected of outputs is looked up for it
     work = _work(book, spec.tenant, num_tokens, spec.min_tokens, max_tokens)
     order = order_of(spec.priority, int(work.output_tokens), sys.maxsize)
     for other in book.queue.before(spec.tenant, spec.model, order, book.shares.get(spec.model)):
-        if other.total_tokens <= longest:
+        if could_serve(book.workers.cluster.everyone, other):  # else it delays nobody
             line.add(other)
     error = _deadline_error(book, _costs(book), spec, work, line.ahead(), now, before_s=before_s)
     if error is not None:

@@ -298,14 +298,11 @@ class Queue:
                 line.num_starts += request.phase is not Phase.QUEUED
 
     def _passes_over(self, request: Request, now: float) -> bool:
-        """Returns whether it pauses, or no worker that is left could hold it even if all were idle.
-
-        It only compares a few numbers, since the queue may have a thousand such requests.
-        """
+        """Returns whether it pauses, or no worker that is left could serve it even if all were idle."""
         if now < request.setbacks.not_before_s:
             return True
         left, num_tokens = self.left_to(request), len(request.spec.token_ids)
-        if num_tokens + request.max_tokens > left.longest_sequence:
+        if not could_serve(left, request):
             return True
         # Every worker that could prefill it is claimed.
         return left.longest_prompt <= num_tokens < self._workers.cluster.everyone.longest_prompt
@@ -366,6 +363,18 @@ class Queue:
                 if each.priority is not None and each.num_overtaking >= self._config.turn_every - 1:
                     found[worker_id] = max(each.priority, found.get(worker_id, each.priority))
         return found
+
+
+def could_serve(workers: WorkerSubset, request: Request) -> bool:
+    """Returns whether one of the workers could serve a request of the queue if all were idle.
+
+    Mostly it only compares two numbers, since the queue may have a thousand such requests. What has begun, or was
+    refused by an engine, may also be bound to workers that are not there.
+    """
+    if request.total_tokens > workers.longest_sequence:
+        return False
+    job = request.next_job()
+    return (job.fingerprint is None and not job.unserved_by) or workers.fit(job).can_begin
 
 
 def _is_asked(worker_id: str, request: Request) -> bool:

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.router.front.http.app import guarded
 from services.router.front.http.connection import MAX_LINES, MOST_EARLY_BYTES, ConnectionLimits, ConnectionStage
+from services.router.front.http.reply import DIRECT, ROOM, Reply
 from services.router.front.http.server import HttpServer
 from tests.support.patience import HANG_S
 
@@ -23,6 +24,7 @@ LIMITS = ConnectionLimits(max_connections=4, max_per_peer=4, reserve=2)
 HOST = b"host: localhost\r\n"
 GET = b"GET /%b HTTP/1.1\r\n" + HOST + b"\r\n"
 LAST = b"GET /%b HTTP/1.1\r\n" + HOST + b"connection: close\r\n\r\n"
+PARTS = [b"%d," % number * 4096 for number in range(1000)]
 CHUNKED = b"POST / HTTP/1.1\r\n" + HOST + b"transfer-encoding: chunked\r\n\r\n"
 
 
@@ -31,8 +33,8 @@ def post(body: bytes, path: bytes = b"", more: bytes = b"") -> bytes:
 
 
 class App:
-    """Answers with what it was asked. Below /held it waits for `release` first, /stream sends a part before that, and
-    /early answers before the body has come."""
+    """Answers with what it was asked. Below /held it waits for `release` first, /stream sends a part before that,
+    /early answers before the body has come, and /parts sends PARTS, each as soon as the client has room."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
@@ -46,6 +48,12 @@ class App:
         if path == "/early":
             await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0"), *headers]})
             await send({"type": "http.response.body", "body": b""})
+            return
+        if path == "/parts":
+            try:
+                await self._parts(Reply(send, scope["state"][ROOM], scope["state"][DIRECT]))
+            finally:
+                self.begun.put_nowait("over")
             return
         more = True
         while more:
@@ -65,6 +73,17 @@ class App:
             headers.append((b"content-length", b"%d" % len(answer)))
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
+
+    async def _parts(self, reply: Reply) -> None:
+        for part in PARTS:
+            if not reply.room.is_there:
+                self.begun.put_nowait("no room")
+                is_there = asyncio.Event()
+                reply.room.awaited.append(is_there.set)
+                await is_there.wait()
+                reply.room.awaited.clear()
+            reply.part(part)
+        await reply.done()
 
     async def _released(self, path: str, receive: Receive) -> bool:
         gone, release = asyncio.ensure_future(receive()), asyncio.ensure_future(self.release.wait())
@@ -266,6 +285,16 @@ async def test_http_1_0(stage: Stage) -> None:
     head, _, body = (await (await stage.client(b"GET /stream HTTP/1.0\r\n\r\n")).reader.read()).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head
     assert body == b"first,last"
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_parts_wait_for_a_client_that_does_not_read(stage: Stage, version: bytes) -> None:
+    client = await stage.client((LAST % b"parts").replace(b"HTTP/1.1", b"HTTP/" + version))
+    assert await stage.app.begun.get() == "no room"
+    body = (await client.reader.read()).partition(b"\r\n\r\n")[2]
+    if version == b"1.1":
+        body = b"".join(body.split(b"\r\n")[1::2])  # without the sizes of its chunks
+    assert body == b"".join(PARTS) + b"data: [DONE]\n\n"
 
 
 async def test_head(stage: Stage) -> None:

@@ -182,3 +182,17 @@ def test_others_are_sent_where_no_prompt_is_overtaken() -> None:
     sent = [command.worker_id for command in bench.take_legs(Role.PREFILL)]
     assert len(sent) == 20
     assert sent.count(where) == EVERY - 1
+
+
+def test_what_is_sent_after_its_equals_overtakes_none_of_them() -> None:
+    bench = Bench(aging_s=AGING_S, turn_every=EVERY)
+    bench.join("p", Role.PREFILL)
+    bench.join("d", Role.DECODE)
+    bench.submit("low")
+    bench.beat("p", AGING_S)
+    names = [f"equal{number}" for number in range(EVERY)]
+    for name in names:
+        bench.submit(name)
+    bench.submit("high", priority=1)
+    sent = [command.spec.request_id for command in bench.take_legs(Role.PREFILL)]
+    assert sent == ["low", *names, "high"]

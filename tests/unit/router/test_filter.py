@@ -142,6 +142,7 @@ DECODE_SHORTAGES: dict[str, tuple[Job, WorkerView, int, WhyNot | None]] = {
     "its tenant's share of the batch": (QUARTER, decode(busy=1), 5, None),
     "a full batch for anybody": (QUARTER, decode(busy=1), 8, WhyNot.FULL_BATCH),
     "no place for all answers": (replace(JOB, num_answers=3), decode(busy=1), 6, WhyNot.FULL_BATCH),
+    "more answers than places, and all of these free": (replace(JOB, num_answers=9), decode(busy=1), 0, None),
 }
 
 

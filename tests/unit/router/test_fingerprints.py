@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import NoWorker
-from services.router.coordinator.events import DecodeAdmitted, GroupsChanged
+from services.router.coordinator.events import DecodeAdmitted, GroupsChanged, ImportReady
 from services.router.coordinator.request import Phase
 from services.router.policy import Fingerprint, Role
 from tests.support.router_bench import Bench, started, tokens
@@ -144,3 +144,25 @@ def test_groups_are_said_once_per_change(bench: Bench) -> None:
         ((OLD.kv, "torch", ("d-int8", "d-old", "p-old")), (NEW.kv, "torch", ("d-new",))),
         ((OLD.kv, "torch", ("d-int8", "d-old", "p-old")),),
     ]
+
+
+@pytest.mark.parametrize("age_s", [0.0, 4.0])
+def test_those_that_wait_for_their_like_hold_up_nobody(age_s: float) -> None:
+    """They are more than a pass over the queue goes past, and come before new requests: these are neither held up nor
+    refused for the sake of work that nobody can go on with."""
+    bench = Bench(max_overtaken=2, overtake_limit_s=1.0)
+    bench.join("p-old", Role.PREFILL, fingerprint=OLD)
+    bench.join("d-old", Role.DECODE, fingerprint=OLD)
+    for number in range(4):
+        prefill, decode = bench.handed_over(f"old{number}", num_tokens=150)
+        bench.say("d-old", DecodeAdmitted(decode.leg))
+        bench.say("p-old", tokens(prefill, 100))
+        bench.say("d-old", ImportReady(decode.leg), tokens(decode, 100))
+    join_new(bench)
+    lose_old(bench)
+    bench.load("p-new", ms_per_prefill_token=10.0)
+    bench.wait(age_s)
+    bench.submit("new", deadline_s=bench.now + 2.0)
+    bench.wait(0.1)
+    assert not bench.failed
+    assert bench.take_leg(Role.PREFILL).worker_id == "p-new"

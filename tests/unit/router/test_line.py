@@ -291,6 +291,23 @@ def test_a_handoff_need_not_wait_once_the_claim_before_it_is_over(bench: Bench, 
     assert bench.take_leg(Role.DECODE).worker_id == "b"
 
 
+def test_a_worker_that_is_asked_to_take_an_aged_handoff_is_asked_nothing_else(bench: Bench) -> None:
+    """Until it has answered: it keeps room for that one, and would refuse the others."""
+    bench.lose("a")
+    for name, spec in (("old", BIG), ("young", SHORT)):
+        bench.submit(name, **spec)
+    old, young = bench.take_legs(Role.PREFILL)
+    busy(bench, "b", free=0)
+    bench.say("p", started(old), tokens(old, 1), started(young), tokens(young, 1))
+    bench.wait(1.1)
+    asked = bench.take_leg(Role.DECODE)
+    assert asked.spec.request_id == "old"
+    busy(bench, "b", free=0)
+    assert not bench.take_legs(Role.DECODE), "both are aged, and would be offered whatever room there is"
+    bench.say("b", DecodeAdmitted(asked.leg))
+    assert bench.take_leg(Role.DECODE).spec.request_id == "young"
+
+
 def test_a_refusal_does_not_outlive_the_process_that_refused(bench: Bench) -> None:
     """A restarted worker is known by its incarnation, and its snapshots count from 1 again: it is
     asked as soon as it is there, not when it has counted
@@ -324,3 +341,17 @@ def test_load_is_what_the_bench_says() -> None:
     """This is what the tests above depend on: an idle snapshot differs from a busy one."""
     assert Load(blocks_free=8).idle
     assert not replace(Load(blocks_free=0), blocks_active=8).idle
+
+
+def test_a_stream_that_is_replayed_comes_before_its_equals() -> None:
+    """Its client waits for the next token, however long its output is expected to be."""
+    bench = Bench()
+    bench.join("p", Role.PREFILL)
+    bench.join("d", Role.DECODE)
+    bench.decoding("begun", min_tokens=500, max_tokens=500)
+    bench.lose("d")
+    bench.submit("new", max_tokens=8)
+    assert not bench.take_legs(Role.PREFILL)
+    bench.join("d", Role.DECODE, incarnation=2)
+    sent = [command.spec.request_id for command in bench.take_legs(Role.PREFILL)]
+    assert sent == ["begun", "new"]

@@ -71,6 +71,15 @@ def test_one_that_dies_while_it_loads_again_and_again_is_waited_for_once(bench: 
     assert isinstance(bench.failed["r"], NoWorker)
 
 
+def test_one_that_is_overdue_hides_no_other(bench: Bench) -> None:
+    bench.lose("d")
+    bench.loading("d", Role.DECODE, 0.0)
+    bench.submit()
+    bench.wait(1.0)
+    load(bench, 30.0, left_s=LOAD_S, worker_id="d2")
+    assert not bench.failed
+
+
 def test_one_that_falls_silent_is_gone(bench: Bench) -> None:
     bench.lose("d")
     bench.submit()

@@ -564,6 +564,8 @@ def _unframed(scope: Scope, send: Send, transport: asyncio.Transport) -> Send:
             await send({"type": "http.response.body", "body": b"", "more_body": True})  # once there is room
             if not transport.is_closing():
                 transport.write(message["body"])
+            if message.get("more_body", False):
+                return  # uvicorn has nothing to write, and would wait if that was more than there was room for
         await send(message)
 
     return unframed
