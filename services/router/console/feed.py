@@ -20,12 +20,12 @@ from typing import Any
 
 from baton.v1 import control_pb2
 from services.core.clock import Clock
+from services.core.token_pace import TokenPaces
 from services.router.catalogue import Catalogue
 from services.router.console import rows
 from services.router.status import pair_status, pairs, status
 from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.timelines import Timeline, Timelines
-from services.router.workers import wire
 from services.rpc.prometheus import INTER_TOKEN_BUCKETS
 
 log = logging.getLogger(__name__)
@@ -254,21 +254,14 @@ class _Known:
         self.live: set[int] = set()
         """Those of them that lived when they were told last."""
         self.newest = 0
-        self._steps: dict[str, tuple[float, int, int]] = {}
-        """When each worker's pace was last reckoned, and the steps with prompts and without that it had made then."""
+        self._paces = TokenPaces()
         self._totals: tuple[float, int, int, int, list[int]] | None = None
 
     def pace(self, status: control_pb2.WorkerStatus, now: float) -> float | None:
-        """Returns how many tokens a second the worker has computed since the last look, by its steps; None at first."""
+        """Returns how many tokens a second the worker has computed since the last look; None at first."""
         if not status.HasField("load"):
             return None
-        load, worker_id = wire.load(status.load), status.worker.worker_id
-        prefill, decode, before = load.prefill_step, load.decode_step, self._steps.get(worker_id)
-        self._steps[worker_id] = (now, prefill.num_steps, decode.num_steps)
-        if before is None or now <= before[0] or prefill.num_steps < before[1] or decode.num_steps < before[2]:
-            return None
-        tokens = (prefill.num_steps - before[1]) * prefill.tokens + (decode.num_steps - before[2]) * decode.tokens
-        return round(tokens / (now - before[0]), 1)
+        return self._paces.look(status.worker.worker_id, status.load.num_tokens, now)
 
     def totals(self, requests: RequestMetrics, now: float) -> dict[str, Any]:
         """Returns the pace of all requests since the last look, and the times between tokens in it."""
@@ -287,7 +280,7 @@ class _Known:
         gone = [each for each in self.workers if each not in ids]
         for each in gone:
             del self.workers[each]
-            self._steps.pop(each, None)
+        self._paces.keep(ids)
         return gone
 
     def gone_pairs(self, ids: set[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -104,6 +104,21 @@ async def test_who_looks_later_is_told_of_the_times_between_tokens_before(
         assert await told() == num_tokens - 1
 
 
+async def test_a_workers_pace_counts_steps_that_are_in_no_average(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with too little to compute with, all of them may be."""
+    monkeypatch.setattr(feed, "EVERY_S", 0.05)
+    async with running(model) as cluster, client(cluster) as http:
+        worker = await cluster.add("decode", worker_id="d")
+
+        def pace(state: dict[str, Any]) -> float:
+            return sum(each["tokens_per_s"] or 0.0 for each in state["workers"])
+
+        async with viewing(http) as events:
+            assert pace(await until(events, "state")) == 0.0
+            worker.num_tokens = 1_000_000
+            await until(events, "state", lambda state: pace(state) > 10_000)
+
+
 async def test_of_many_that_end_at_once_each_end_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else those would stay live on the page for ever."""
     monkeypatch.setattr(feed, "EVERY_S", 0.05)

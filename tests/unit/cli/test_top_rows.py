@@ -61,7 +61,7 @@ def test_workers_stand_by_role_with_load_and_reason() -> None:
         worker("prefill-0", "prefill"),
         control_pb2.WorkerStatus(state=control_pb2.WORKER_STATE_JOINING),
     ]
-    rows = worker_rows(plain(status(*workers)), 10)
+    rows = worker_rows(plain(status(*workers)), 10, {"prefill-0": 512.25, "decode-1": 1024.0, "decode-0": None})
     assert [(row.worker_id, row.role) for row in rows] == [
         ("prefill-0", "prefill"),
         ("decode-0", "decode"),
@@ -71,7 +71,8 @@ def test_workers_stand_by_role_with_load_and_reason() -> None:
     ]
     assert [row.prefill_ms for row in rows] == ["41.2", "-", "-", "-", "41.2"]
     assert [row.decode_ms for row in rows] == ["-", "12.5", "12.5", "-", "12.5"]
-    assert rows[0][3:] == ((1, 1, 1, 1, 6), "6/100", "5", "6", "41.2", "-", "12 ms", "")
+    assert [row.tokens_per_s for row in rows] == ["512.2", "-", "1024", "-", "-"]
+    assert rows[0][3:] == ((1, 1, 1, 1, 6), "6/100", "5", "6", "41.2", "-", "512.2", "12 ms", "")
     assert (rows[2].state, rows[2].reason) == ("ejected", "3.1 times as slow as its peers")
     assert rows[3].bar == ()
 
@@ -154,7 +155,7 @@ def test_hostile_names_are_text_in_every_row() -> None:
     message.pairs[0].prefill = message.pairs[0].reason = HOSTILE
     timeline = failed_timeline(1, HOSTILE, prefill_worker=HOSTILE)
     timeline.request_id = HOSTILE
-    shown = [*heading("t", plain(message)), *pair_rows(plain(message), [])[0], *worker_rows(plain(message), 10)[0]]
+    shown = [*heading("t", plain(message)), *pair_rows(plain(message), [])[0], *worker_rows(plain(message), 10, {})[0]]
     shown += request_row(followed(timeline)[0], 0.0)
     text = [each for each in shown if isinstance(each, str)]
     assert all(each.isprintable() for each in text)
@@ -164,7 +165,7 @@ def test_hostile_names_are_text_in_every_row() -> None:
 def test_counts_that_cannot_be_break_nothing() -> None:
     broken = worker("w", "decode", blocks=(-5, 2**31 - 1, -(2**31), 0, 1))
     broken.load.decode_step.ms = float("nan")
-    (row,) = worker_rows(plain(status(broken)), 10)
+    (row,) = worker_rows(plain(status(broken)), 10, {})
     assert sum(row.bar) == 10
     timeline = live_timeline(1, ttft_us=-(2**63), total_us=2**63 - 1)
     timeline.age_us = -(2**63)
