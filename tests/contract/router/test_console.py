@@ -29,6 +29,7 @@ async def test_a_viewer_is_told_of_all_that_is_there_and_then_of_what_changes(mo
         async with viewing(http) as events:
             hello = await until(events, "hello")
             assert hello["router"]["grpc"] == cluster.router.address
+            assert (hello["router"]["control"], hello["router"]["tls"]) == (cluster.router.control_address, False)
             assert hello["objectives"]["tpot_ms"] > 0
             state = await until(events, "state")
             assert state["ready"]
