@@ -257,7 +257,11 @@ class ConsoleFeed:
             "gone": [],
             "pairs": self.pairs,
             "pairs_gone": [],
-            "itl": {"buckets_ms": [10, 50, 100, 200, 500], "counts": [0, 20, 70, 8, 2, 0]},
+            "itl": {
+                "buckets_ms": [10, 50, 100, 200, 500],
+                "split": [0, 20, 70, 8, 2, 0],
+                "unsplit": [0, 0, 0, 0, 8, 0],
+            },
         }
 
     def app(self) -> Starlette:
