@@ -229,6 +229,11 @@ async def test_requests_are_filtered_and_sorted(browser: Any, feed: ConsoleFeed)
         await console.page.get_by_label("Split").select_option("unsplit")
         assert await shown() == ["prefill-1"]
         await console.page.get_by_label("Split").select_option("")
+        await console.page.get_by_label("Objectives").select_option("ttft")
+        assert await shown() == ["request-6"]
+        await console.page.get_by_label("Objectives").select_option("itl")
+        assert "No request is like that." in await console.text()
+        await console.page.get_by_label("Objectives").select_option("")
         await console.page.get_by_label("placed again").check()
         assert await shown() == ["request-5"]
 
