@@ -101,7 +101,7 @@ class Timeline:
     prefill_worker: str = ""
     decode_worker: str = ""
     is_split: bool = False
-    """Whether it decodes on another worker than the one that computed its prompt."""
+    """Whether it decodes, or did last, on another worker than the one that computed its prompt."""
     num_retries: int = 0
     ended_s: float | None = None
     """None while it lives."""
@@ -145,7 +145,6 @@ class Timeline:
             self.prefill_worker = worker_id
         else:
             self.decode_worker = worker_id
-            self.is_split = self.prefill_worker not in ("", worker_id)
         self._add(TimelineStage(name, now, worker_id=worker_id, leg=leg, attempt=attempt))
 
     def stage_ended(self, stage: TimelineStage) -> None:

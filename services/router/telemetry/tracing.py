@@ -92,6 +92,8 @@ class RequestTrace:
             span.set(_why(command.choice))
         self._legs[command.leg] = span
         self.timeline.leg_sent(stage, command.worker_id, command.leg, command.attempt, now)
+        if command.phase is Role.DECODE:
+            self.timeline.is_split = command.handoff is not None and command.worker_id != self.timeline.prefill_worker
         return span.traceparent
 
     def stage_ended(self, ended: StageEnded) -> None:

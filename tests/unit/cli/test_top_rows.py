@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import control_pb2
+from services.cli.timeline_spans import as_recorded
 from services.cli.top_cluster import ASCII_GLYPHS, GLYPHS, bar, cells, heading, pair_rows, worker_rows
 from services.cli.top_requests import (
     SORT_KEYS,
@@ -16,6 +17,7 @@ from services.cli.top_requests import (
     longest_wait_s,
     request_row,
 )
+from services.cli.trace_view import UNICODE, request_view
 from services.cli.worker_words import CLASSES
 from services.router.telemetry.slo import Grade
 from services.rpc.plain import plain
@@ -116,6 +118,14 @@ def test_the_row_of_a_request() -> None:
     assert request_row(live, 100.0)[2:3] == ("queued",)
     assert request_row(live, 100.0)[6:] == ("-", "-", "-", "-", "-", "0", "-")
     assert request_row(failed, 100.0).phase == "no_worker"
+
+
+@pytest.mark.parametrize(("retries", "words"), [(1, "placed again 1 time"), (2, "placed again 2 times")])
+def test_a_waterfall_says_how_often_its_request_was_placed_again(retries: int, words: str) -> None:
+    message = split_timeline(1)
+    for attempt in range(2, 2 + retries):
+        message.stages.add(name="queue", start_us=50_000, end_us=60_000, attempt=attempt)
+    assert request_view(as_recorded(message, 0, 400_000), UNICODE)[-1] == words
 
 
 def test_orders_put_what_is_unknown_last_in_both_directions() -> None:
