@@ -469,7 +469,7 @@ class Conductor:
         if action.position == 0 and not num_before:
             live.trace.first_token(now)
         stopped = live.answer.tokens(action.token_ids, action.logprobs, action.index, is_stopped=action.is_stopped)
-        num_new, is_split = live.answer.num_output_tokens - num_before, live.trace.timeline.is_split
+        num_new, is_split = live.answer.num_output_tokens - num_before, live.trace.is_split
         live.record.tokens(num_new, now, action.index, is_split=is_split)
         if stopped:
             self.coordinator.finish_stopped(action.request_id, now, action.index)

@@ -100,8 +100,6 @@ class Timeline:
     cached_tokens: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
-    is_split: bool = False
-    """Whether it decodes, or did last, on another worker than the one that computed its prompt."""
     num_retries: int = 0
     ended_s: float | None = None
     """None while it lives."""
