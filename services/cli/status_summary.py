@@ -66,7 +66,7 @@ def summary(target: str, status: dict[str, Any], figures: LastMinute, wall_s: fl
     http = f"  http://{target.rpartition(':')[0]}:{status['http_port']}/v1" if status["http_port"] else ""
     num, running = len(figures.ttft_ms), status["num_prefilling"] + status["num_decoding"]
     waiting = status["num_queued"] + status["num_parked"]
-    rows = worker_rows(status, 0)[:_MOST_WORKERS]
+    rows = worker_rows(status, 0, {})[:_MOST_WORKERS]
     shown = [
         (row.worker_id, row.role, clip(row.reason or row.state), row.running, row.waiting, row.in_use) for row in rows
     ]

@@ -54,7 +54,7 @@ INTERVAL_S = 1.0
 _LEAST_PAUSE_S = 0.2
 _MOST_ROWS = 100
 """The most that are drawn of a list. All that are known are sorted and filtered."""
-_BESIDE_BAR = 100
+_BESIDE_BAR = 110
 """Cells of a worker's row beside its bar."""
 _LEAST_BAR, _MOST_BAR = 12, 40
 
@@ -178,7 +178,7 @@ class TopApp(App[None]):
         self.query_one("#heading", Static).update(Text("\n").join([*map(Text, lines), _legend()]))
         self._show_trouble(now)
         width = min(_MOST_BAR, max(_LEAST_BAR, self.size.width - _BESIDE_BAR))
-        workers = worker_rows(status, width)
+        workers = worker_rows(status, width, self._feed.paces)
         self.query_one("#workers", CellTable).fill([(str(n), _worker_cells(row)) for n, row in enumerate(workers)])
         pairs = pair_rows(status, [request.timeline for request in requests])[:_MOST_ROWS]
         table = self.query_one("#pairs", CellTable)
@@ -295,7 +295,7 @@ def _worker_cells(row: WorkerRow) -> Cells:
     for name, length in zip(CLASSES, row.bar, strict=False):
         blocks.append(GLYPHS[name] * length, style=_CLASS_STYLES[name])
     state = Text(row.state, style=_STATE_STYLES.get(row.state, _WARNING))
-    figures = (row.in_use, row.running, row.waiting, row.prefill_ms, row.decode_ms, row.age)
+    figures = (row.in_use, row.running, row.waiting, row.prefill_ms, row.decode_ms, row.tokens_per_s, row.age)
     numbers = [Text(each, justify="right") for each in figures]
     return [Text(row.worker_id), Text(row.role), state, blocks, *numbers, Text(row.reason, style=_WARNING)]
 

@@ -7,7 +7,7 @@ workers and clients.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from services.cli.tables import clip
@@ -27,6 +27,7 @@ WORKER_HEADINGS = (
     "wait",
     "prefill ms",
     "decode ms",
+    "tokens/s",
     "age",
     "reason",
 )
@@ -51,6 +52,8 @@ class WorkerRow(NamedTuple):
     """Newest steps with tokens of prompts, on average."""
     decode_ms: str
     """Newest steps that only decoded, on average."""
+    tokens_per_s: str
+    """Computed since the last look, of prompts and of answers."""
     age: str
     reason: str
 
@@ -83,10 +86,10 @@ def heading(target: str, status: dict[str, Any], wait_s: float = 0.0) -> list[st
     return [printable(clip(line, 400)) for line in lines]
 
 
-def worker_rows(status: dict[str, Any], width: int) -> list[WorkerRow]:
+def worker_rows(status: dict[str, Any], width: int, paces: Mapping[str, float | None]) -> list[WorkerRow]:
     """Returns a row for each worker: prefill workers, then decode workers, mixed ones, stores. Bars have `width`
-    cells."""
-    return [_worker_row(worker, width) for worker in sorted(status["workers"], key=_by_role)]
+    cells, and `paces` are tokens a second by worker id."""
+    return [_worker_row(worker, width, paces) for worker in sorted(status["workers"], key=_by_role)]
 
 
 def _by_role(worker: dict[str, Any]) -> tuple[int, str]:
@@ -94,7 +97,7 @@ def _by_role(worker: dict[str, Any]) -> tuple[int, str]:
     return _ROLES.get(tuple(description.get("roles", ())), 2), str(description.get("worker_id", ""))
 
 
-def _worker_row(status: dict[str, Any], width: int) -> WorkerRow:
+def _worker_row(status: dict[str, Any], width: int, paces: Mapping[str, float | None]) -> WorkerRow:
     worker, load = status.get("worker", {}), status.get("load")
     roles = [str(role) for role in worker.get("roles", ())]
     identity = (
@@ -104,7 +107,7 @@ def _worker_row(status: dict[str, Any], width: int) -> WorkerRow:
     )
     reason = printable(clip(status["reason"], _MOST_REASON_CHARS))
     if load is None:
-        return WorkerRow(*identity, (), "-", "-", "-", "-", "-", "-", reason)
+        return WorkerRow(*identity, (), "-", "-", "-", "-", "-", "-", "-", reason)
     counts = [max(0, load[f"blocks_{name}"]) for name in CLASSES]
     return WorkerRow(
         *identity,
@@ -114,6 +117,7 @@ def _worker_row(status: dict[str, Any], width: int) -> WorkerRow:
         str(load["num_waiting"]),
         _step_ms(load, "prefill_step"),
         _step_ms(load, "decode_step"),
+        ms(paces.get(worker.get("worker_id", ""))),
         _span(status["load_age_ms"] / 1e3),
         reason,
     )

@@ -16,6 +16,7 @@ from baton_client import from_rpc_error
 from services.cli.client import ControlCall, explain
 from services.cli.top_requests import FollowedRequest
 from services.core.errors import BatonError
+from services.core.token_pace import TokenPaces
 from services.rpc.plain import plain
 
 MOST_REQUESTS = 1000
@@ -33,6 +34,8 @@ class RouterFeed:
         """A GetStatusResponse as plain data; None before the first."""
         self.objectives: dict[str, float] = {}
         """Milliseconds by name, as `ttft_ms`."""
+        self.paces: dict[str, float | None] = {}
+        """Tokens a second of each worker between the last two looks; None where there was only one."""
         self.error: BatonError | None = None
         """Why the last attempt failed; None if it did not."""
         self.heard_s = clock()
@@ -40,6 +43,7 @@ class RouterFeed:
         self._clock = clock
         self._call = call
         self._timeout_s = timeout_s
+        self._counts = TokenPaces()
         self._requests: dict[int, FollowedRequest] = {}
         self._newest = 0
         self._incarnation = 0
@@ -65,6 +69,11 @@ class RouterFeed:
             self.error = error
             raise
         self.status, self.error, self.heard_s = status, None, self._clock()
+        counts = {
+            each["worker"]["worker_id"]: each["load"]["num_tokens"] for each in status["workers"] if "load" in each
+        }
+        self.paces = {name: self._counts.look(name, number, self.heard_s) for name, number in counts.items()}
+        self._counts.keep(counts.keys())
 
     def ask(self, method: str, request: Any) -> Any:
         """Returns the router's answer. Raises BatonError."""

@@ -37,7 +37,7 @@ def snapshot(feed: RouterFeed, *, unicode: bool) -> list[str]:
     assert feed.status is not None
     glyphs, requests, now = GLYPHS if unicode else ASCII_GLYPHS, feed.requests, feed.now
     lines = [*heading(feed.target, feed.status, longest_wait_s(requests, now)), ""]
-    workers = worker_rows(feed.status, _BAR_CELLS)
+    workers = worker_rows(feed.status, _BAR_CELLS, feed.paces)
     lines += table([WORKER_HEADINGS, *([*row[:3], bar(row.bar, glyphs), *row[4:]] for row in workers)])
     lines.append(legend(glyphs))
     pairs = pair_rows(feed.status, [request.timeline for request in requests])

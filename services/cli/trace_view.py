@@ -163,7 +163,7 @@ def _footer(request: RecordedRequest, breakdown: Breakdown) -> list[str]:
         )
     retries = [event for event in request.root.events if event.name == Event.RETRY] if request.root else []
     if retries:
-        lines.append(f"placed again {len(retries)} times")
+        lines.append(f"placed again {len(retries)} time{'s' if len(retries) > 1 else ''}")
     return ["", *lines] if lines else []
 
 

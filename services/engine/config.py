@@ -119,5 +119,7 @@ class EngineStats:
     """Milliseconds since the running step was begun; 0 between steps."""
     num_steps: int
     """Steps since the engine started, including those that raised."""
+    num_tokens: int
+    """Tokens of those steps, of prompts and of decoding sequences, drafts included."""
     consecutive_step_failures: int
     """Steps that raised since the last one that did not."""

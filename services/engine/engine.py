@@ -257,6 +257,7 @@ class Engine(PoolFace):
                 decode_step=self.tally.decode_step,
                 current_step_ms=0.0 if started_s is None else (now - started_s) * 1e3,
                 num_steps=self.tally.num_steps,
+                num_tokens=self.tally.num_tokens,
                 consecutive_step_failures=self.consecutive_step_failures,
             )
 

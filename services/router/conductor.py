@@ -470,7 +470,8 @@ class Conductor:
         if action.position == 0 and not num_before:
             live.trace.first_token(now)
         stopped = live.answer.tokens(action.token_ids, action.logprobs, action.index, is_stopped=action.is_stopped)
-        live.record.tokens(live.answer.num_output_tokens - num_before, now, action.index)
+        num_new, is_split = live.answer.num_output_tokens - num_before, live.trace.is_split
+        live.record.tokens(num_new, now, action.index, is_split=is_split)
         if stopped:
             self.coordinator.finish_stopped(action.request_id, now, action.index)
 

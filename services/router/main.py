@@ -190,7 +190,11 @@ class Router:
             self._metrics.requests,
             objectives,
             clock,
-            lambda: (self.address, join(config.host, self.http_port)),
+            lambda: {
+                "grpc": self.address,
+                "http": join(config.host, self.http_port),
+                "control": self.control_address,
+            },
         )
         routes = self._console.routes() if self._console is not None else []
         app: ASGIApp = make_app(

@@ -100,6 +100,7 @@ class StoreEngine(PoolFace):
             decode_step=StepAverage(),
             current_step_ms=0.0,
             num_steps=0,
+            num_tokens=0,
             consecutive_step_failures=0,
         )
 

@@ -270,6 +270,7 @@ class VllmEngine(PoolFace):
                 decode_step=tally.decode_step,
                 current_step_ms=(self._clock.now() - self._told_s) * 1e3 if runs else 0.0,
                 num_steps=tally.num_steps,
+                num_tokens=tally.num_tokens,
                 consecutive_step_failures=0,
             )
 

@@ -87,6 +87,7 @@ def snapshot(
         tokens_per_prefill_step=stats.tokens_per_prefill_step,
         prefill_step=_step_average(stats.prefill_step),
         decode_step=_step_average(stats.decode_step),
+        num_tokens=stats.num_tokens,
         current_step_ms=current_step_ms,
         prefix_tokens_queried=stats.prefix_tokens_queried,
         prefix_tokens_hit=stats.prefix_tokens_hit,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
 import pytest
 
-from tests.support.console_feed import HOSTILE, ConsoleFeed, bars, placement, row, worker
+from tests.support.console_feed import HOSTILE, ConsoleFeed, bars, placement, row, stage, worker
 from tests.support.console_page import VIEWS, looking
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -124,6 +125,65 @@ async def test_a_replay_is_told_as_what_it_is(browser: Any, feed: ConsoleFeed) -
         assert await console.text("tr.wf-bad") == "decode decode-1 lost from 9.3 ms: 891 ms 891 ms"
 
 
+async def test_the_first_tokens_time_is_not_that_of_a_replay_after_it(browser: Any, feed: ConsoleFeed) -> None:
+    """What workers measured is of the last attempt."""
+    feed.rows[0] |= {"retries": 1, "total_ms": 18_000.0}
+    feed.rows[0]["stages"] += [
+        stage("queue", 900.0, 17_000.0, attempt=2),
+        stage("prefill", 17_001.0, 17_500.0, worker="prefill-0", leg=90, attempt=2),
+    ]
+    feed.rows[0]["timings"] |= {"queue_ms": 16_100.0, "prefill_compute_ms": 499.0}
+    async with looking(browser, feed.url) as console:
+        await console.show("requests/1", "request-1")
+        told = await console.text("section[aria-labelledby=ttft-title]")
+        assert "428 ms went Mostly waiting for the worker's batch and computing the prompt (99 %)" in told
+        assert "waiting for a prefill worker 0.4 ms < 1 %" in told
+        assert "tokenising 4.4 ms 1 %" in told
+
+
+async def test_attempts_before_the_first_token_are_part_of_its_time(browser: Any, feed: ConsoleFeed) -> None:
+    feed.rows[0] |= {"retries": 1, "ttft_ms": 1000.0}
+    feed.rows[0]["stages"] = [
+        stage("prefill", 0.0, 300.0, worker="prefill-1", leg=1, outcome="lost"),
+        stage("queue", 300.0, 570.0, attempt=2),
+        stage("prefill", 570.0, 1000.0, worker="prefill-0", leg=2, attempt=2),
+    ]
+    async with looking(browser, feed.url) as console:
+        await console.show("requests/1", "request-1")
+        told = await console.text("section[aria-labelledby=ttft-title]")
+        assert "attempts that were given up 300 ms 30 %" in told
+        assert "waiting for a prefill worker 270 ms 27 %" in told
+        assert "computing the prompt 420 ms 42 %" in told
+
+
+async def test_what_waits_has_waited_since_it_began_to(browser: Any, feed: ConsoleFeed) -> None:
+    """Not since its arrival, nor since the page was opened."""
+    feed.rows = [
+        row(number, phase=phase, arrived=time.time() - 60, stages=[leg, stage(wait, since_ms, None)], **LIVE)
+        for number, phase, leg, wait, since_ms in (
+            (1, "queued", stage("decode", 0.0, 58_000.0), "queue", 58_000.0),
+            (2, "parked", stage("prefill", 0.0, 40_000.0), "place", 40_000.0),
+        )
+    ]
+    async with looking(browser, feed.url) as console:
+        await console.show("cluster")
+        told = await console.text("section[aria-labelledby=waiting-title]")
+        assert "1 to 10 s 1 0" in told
+        assert "over 10 s 0 1" in told
+
+
+async def test_commands_to_copy_reach_this_router(browser: Any, feed: ConsoleFeed) -> None:
+    feed.hello["router"] |= {"control": "10.0.0.7:5", "tls": True}
+    async with looking(browser, feed.url) as console:
+        await console.show("requests/1", "request-1")
+        assert "baton explain --request request-1 --target 10.0.0.7:5" in await console.text(".actions")
+        assert "baton top --target 10.0.0.7:5" in await console.text("footer")
+        await console.show("playground")
+        assert f"curl -N https://127.0.0.1:{feed.port}/v1/" in await console.text(".snippets pre")
+        await console.page.get_by_role("button", name="grpcurl", exact=True).click()
+        assert (await console.text(".snippets pre")).startswith("grpcurl -d ")
+
+
 async def test_a_waterfall_grows_while_its_request_runs(browser: Any, feed: ConsoleFeed) -> None:
     ended = feed.rows[0]
     feed.rows = [
@@ -169,6 +229,11 @@ async def test_requests_are_filtered_and_sorted(browser: Any, feed: ConsoleFeed)
         await console.page.get_by_label("Split").select_option("unsplit")
         assert await shown() == ["prefill-1"]
         await console.page.get_by_label("Split").select_option("")
+        await console.page.get_by_label("Objectives").select_option("ttft")
+        assert await shown() == ["request-6"]
+        await console.page.get_by_label("Objectives").select_option("itl")
+        assert "No request is like that." in await console.text()
+        await console.page.get_by_label("Objectives").select_option("")
         await console.page.get_by_label("placed again").check()
         assert await shown() == ["request-5"]
 
@@ -183,5 +248,6 @@ async def test_latencies_are_held_against_their_objectives(browser: Any, feed: C
             "split 100 350 ms 390 ms 399 ms 100 % 0 % 0 % unsplit 10 450 ms 450 ms 450 ms 100 % 100 % 0 %"
         )
         assert "✕ p99 over the objective" in await console.text("section[aria-labelledby=tpot-title]")
-        assert "p99" in await console.text("section[aria-labelledby=itl-title]")
+        itl = await console.text("section[aria-labelledby=itl-title]")
+        assert re.search(r" split \d+00 100 ms 100 ms 500 ms .* unsplit \d+ 500 ms 500 ms 500 ms ", itl), itl
         assert await console.page.locator(".chart canvas").count() == 4

@@ -63,6 +63,12 @@ def worker(worker_id: str, role: str = "prefill", **changes: Any) -> dict[str, A
     } | changes
 
 
+def stage(name: str, start_ms: float, end_ms: float | None, **changes: Any) -> dict[str, Any]:
+    """Returns a stage of the router's own."""
+    fields = {"name": name, "start_ms": start_ms, "end_ms": end_ms, "worker": "", "leg": 0, "attempt": 1}
+    return fields | {"outcome": "done" if end_ms is not None else ""} | changes
+
+
 def row(number: int, **changes: Any) -> dict[str, Any]:
     """Returns a request that was split, and has ended well."""
     return {
@@ -87,6 +93,8 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
         "failure": "",
         "retries": 0,
         "stages": [
+            stage("tokenize", 0.3, 4.7),
+            stage("queue", 5.0, 5.4),
             {
                 "name": "prefill",
                 "start_ms": 5.5,
@@ -192,6 +200,8 @@ class ConsoleFeed:
             "version": "0.1.0",
             "grpc": "127.0.0.1:50051",
             "http": f"127.0.0.1:{self.port}",
+            "control": "127.0.0.1:50052",
+            "tls": False,
             "jaeger": None,
         }
         self.hello: dict[str, Any] = {
@@ -247,7 +257,11 @@ class ConsoleFeed:
             "gone": [],
             "pairs": self.pairs,
             "pairs_gone": [],
-            "itl": {"buckets_ms": [10, 50, 100, 200, 500], "counts": [0, 20, 70, 8, 2, 0]},
+            "itl": {
+                "buckets_ms": [10, 50, 100, 200, 500],
+                "split": [0, 20, 70, 8, 2, 0],
+                "unsplit": [0, 0, 0, 0, 8, 0],
+            },
         }
 
     def app(self) -> Starlette:

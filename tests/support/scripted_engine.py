@@ -206,6 +206,7 @@ class ScriptedEngine:
                 decode_step=self.tally.decode_step,
                 current_step_ms=0.0,
                 num_steps=self.tally.num_steps,
+                num_tokens=self.tally.num_tokens,
                 consecutive_step_failures=0,
             )
 

@@ -82,6 +82,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.finish_timings = types_pb2.PhaseTimings(decode_run_ms=5.0)
         """What it says to have measured."""
         self.num_running = 0
+        self.num_tokens = 0
+        """Tokens that it says to have computed."""
         """Others' sequences, as its load tells."""
         self.ms_per_decode_step = 0.0
         """What it says to have measured, in ten steps more with each snapshot; 0 for nothing."""
@@ -221,6 +223,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             blocks_free=self.num_blocks,
             num_running=self.num_running,
             ms_per_decode_step=self.ms_per_decode_step,
+            num_tokens=self.num_tokens,
             decode_step=types_pb2.StepAverage(
                 ms=self.ms_per_decode_step, tokens=1, attended_tokens=100, num_steps=10 * number
             ),

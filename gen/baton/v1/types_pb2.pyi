@@ -215,7 +215,7 @@ class KVShard(_message.Message):
     def __init__(self, first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., num_kv_heads: _Optional[int] = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("sequence_number", "blocks_importing", "blocks_leased", "blocks_active", "blocks_cached", "blocks_free", "num_running", "num_waiting", "queued_prefill_tokens", "num_importing", "num_leases", "num_preemptions", "ms_per_prefill_token", "ms_per_decode_step", "current_step_ms", "prefix_tokens_queried", "prefix_tokens_hit", "draining", "consecutive_step_failures", "ms_per_decode_sequence", "tokens_per_prefill_step", "prefill_step", "decode_step", "ms_per_further_prefill_token")
+    __slots__ = ("sequence_number", "blocks_importing", "blocks_leased", "blocks_active", "blocks_cached", "blocks_free", "num_running", "num_waiting", "queued_prefill_tokens", "num_importing", "num_leases", "num_preemptions", "ms_per_prefill_token", "ms_per_decode_step", "current_step_ms", "prefix_tokens_queried", "prefix_tokens_hit", "draining", "consecutive_step_failures", "ms_per_decode_sequence", "tokens_per_prefill_step", "prefill_step", "decode_step", "ms_per_further_prefill_token", "num_tokens")
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_IMPORTING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_LEASED_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,7 @@ class LoadSnapshot(_message.Message):
     PREFILL_STEP_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_FIELD_NUMBER: _ClassVar[int]
     MS_PER_FURTHER_PREFILL_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence_number: int
     blocks_importing: int
     blocks_leased: int
@@ -264,7 +265,8 @@ class LoadSnapshot(_message.Message):
     prefill_step: StepAverage
     decode_step: StepAverage
     ms_per_further_prefill_token: float
-    def __init__(self, sequence_number: _Optional[int] = ..., blocks_importing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_active: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_free: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_importing: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., ms_per_prefill_token: _Optional[float] = ..., ms_per_decode_step: _Optional[float] = ..., current_step_ms: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_hit: _Optional[int] = ..., draining: _Optional[bool] = ..., consecutive_step_failures: _Optional[int] = ..., ms_per_decode_sequence: _Optional[float] = ..., tokens_per_prefill_step: _Optional[float] = ..., prefill_step: _Optional[_Union[StepAverage, _Mapping]] = ..., decode_step: _Optional[_Union[StepAverage, _Mapping]] = ..., ms_per_further_prefill_token: _Optional[float] = ...) -> None: ...
+    num_tokens: int
+    def __init__(self, sequence_number: _Optional[int] = ..., blocks_importing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_active: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_free: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_importing: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., ms_per_prefill_token: _Optional[float] = ..., ms_per_decode_step: _Optional[float] = ..., current_step_ms: _Optional[float] = ..., prefix_tokens_queried: _Optional[int] = ..., prefix_tokens_hit: _Optional[int] = ..., draining: _Optional[bool] = ..., consecutive_step_failures: _Optional[int] = ..., ms_per_decode_sequence: _Optional[float] = ..., tokens_per_prefill_step: _Optional[float] = ..., prefill_step: _Optional[_Union[StepAverage, _Mapping]] = ..., decode_step: _Optional[_Union[StepAverage, _Mapping]] = ..., ms_per_further_prefill_token: _Optional[float] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class StepAverage(_message.Message):
     __slots__ = ("ms", "tokens", "attended_tokens", "num_steps")

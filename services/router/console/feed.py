@@ -20,12 +20,12 @@ from typing import Any
 
 from baton.v1 import control_pb2
 from services.core.clock import Clock
+from services.core.token_pace import TokenPaces
 from services.router.catalogue import Catalogue
 from services.router.console import rows
 from services.router.status import pair_status, pairs, status
 from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.timelines import Timeline, Timelines
-from services.router.workers import wire
 from services.rpc.prometheus import INTER_TOKEN_BUCKETS
 
 log = logging.getLogger(__name__)
@@ -216,13 +216,27 @@ class ConsoleFeed:
         }
 
 
+_Buckets = tuple[list[int], list[int]]
+"""How many times between tokens fall into each bucket, of split requests and of others."""
+
+
+def _grown(now: _Buckets, before: _Buckets) -> dict[str, Any]:
+    """Returns by how much each count has grown, as the page is told. A model that is served no longer takes its counts
+    away: they grow by nothing."""
+    split, unsplit = (
+        [max(0, new - old) for new, old in zip(counts, then, strict=True)]
+        for counts, then in zip(now, before, strict=True)
+    )
+    return {"buckets_ms": [round(each * 1000, 1) for each in INTER_TOKEN_BUCKETS], "split": split, "unsplit": unsplit}
+
+
 class _Gaps:
     """Keeps how the times between tokens were distributed in the last minutes."""
 
     def __init__(self, requests: RequestMetrics) -> None:
         self._requests = requests
         self._newest = requests.tokens.buckets()
-        self._noted: deque[tuple[float, list[int]]] = deque(maxlen=round(_ITL_KEPT_S / ITL_EVERY_S))
+        self._noted: deque[tuple[float, dict[str, Any]]] = deque(maxlen=round(_ITL_KEPT_S / ITL_EVERY_S))
 
     def note(self, now: float) -> None:
         before, self._newest = self._newest, self._requests.tokens.buckets()
@@ -231,16 +245,7 @@ class _Gaps:
     def before(self, epoch_s: float, now: float) -> list[dict[str, Any]]:
         """Returns a histogram for each time between two notes, and for that since the last one."""
         newest = (now, _grown(self._requests.tokens.buckets(), self._newest))
-        return [{"at": round(epoch_s + at_s, 3), "itl": _histogram(counts)} for at_s, counts in (*self._noted, newest)]
-
-
-def _grown(now: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Returns by how much each count has grown; a model that is served no longer takes its counts away."""
-    return [max(0, new - old) for new, old in zip(now, before, strict=True)]
-
-
-def _histogram(counts: list[int]) -> dict[str, Any]:
-    return {"buckets_ms": [round(bound * 1000, 1) for bound in INTER_TOKEN_BUCKETS], "counts": counts}
+        return [{"at": round(epoch_s + at_s, 3), "itl": histogram} for at_s, histogram in (*self._noted, newest)]
 
 
 class _Known:
@@ -254,21 +259,14 @@ class _Known:
         self.live: set[int] = set()
         """Those of them that lived when they were told last."""
         self.newest = 0
-        self._steps: dict[str, tuple[float, int, int]] = {}
-        """When each worker's pace was last reckoned, and the steps with prompts and without that it had made then."""
-        self._totals: tuple[float, int, int, int, list[int]] | None = None
+        self._paces = TokenPaces()
+        self._totals: tuple[float, int, int, int, _Buckets] | None = None
 
     def pace(self, status: control_pb2.WorkerStatus, now: float) -> float | None:
-        """Returns how many tokens a second the worker has computed since the last look, by its steps; None at first."""
+        """Returns how many tokens a second the worker has computed since the last look; None at first."""
         if not status.HasField("load"):
             return None
-        load, worker_id = wire.load(status.load), status.worker.worker_id
-        prefill, decode, before = load.prefill_step, load.decode_step, self._steps.get(worker_id)
-        self._steps[worker_id] = (now, prefill.num_steps, decode.num_steps)
-        if before is None or now <= before[0] or prefill.num_steps < before[1] or decode.num_steps < before[2]:
-            return None
-        tokens = (prefill.num_steps - before[1]) * prefill.tokens + (decode.num_steps - before[2]) * decode.tokens
-        return round(tokens / (now - before[0]), 1)
+        return self._paces.look(status.worker.worker_id, status.load.num_tokens, now)
 
     def totals(self, requests: RequestMetrics, now: float) -> dict[str, Any]:
         """Returns the pace of all requests since the last look, and the times between tokens in it."""
@@ -280,14 +278,14 @@ class _Known:
             "prompt_tokens_per_s": round((newest[1] - before[1]) / seconds, 1),
             "output_tokens_per_s": round((newest[2] - before[2]) / seconds, 1),
             "requests_per_s": round((newest[3] - before[3]) / seconds, 2),
-            "itl": _histogram(_grown(buckets, before[4])),
+            "itl": _grown(buckets, before[4]),
         }
 
     def gone_workers(self, ids: set[str]) -> list[str]:
         gone = [each for each in self.workers if each not in ids]
         for each in gone:
             del self.workers[each]
-            self._steps.pop(each, None)
+        self._paces.keep(ids)
         return gone
 
     def gone_pairs(self, ids: set[tuple[str, str]]) -> list[tuple[str, str]]:

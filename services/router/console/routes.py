@@ -83,11 +83,12 @@ def make_console(
     requests: RequestMetrics,
     objectives: Objectives,
     clock: Clock,
-    addresses: Callable[[], tuple[str, str]],
+    addresses: Callable[[], dict[str, str]],
 ) -> Console | None:
     """Returns the console of a router; None if nobody is to look, or anybody could.
 
-    `addresses` tells the router's addresses for gRPC and HTTP once they are known. Raises ConfigError.
+    `addresses` tells the router's addresses by what they are for (grpc, http, control) once they are known. Raises
+    ConfigError.
     """
     if config.http_port < 0 or not config.console:
         return None
@@ -97,10 +98,9 @@ def make_console(
     token = token_of_file(config.console_token_file, FLAG) if config.console_token_file else ""
 
     def hello() -> dict[str, Any]:
-        grpc, http = addresses()
-        about = {"pid": os.getpid(), "version": version("baton-serving"), "grpc": grpc, "http": http}
+        about = {"pid": os.getpid(), "version": version("baton-serving"), "jaeger": config.jaeger_url or None}
         return {
-            "router": about | {"jaeger": config.jaeger_url or None},
+            "router": about | addresses() | {"tls": bool(config.public_tls_cert or config.tls_cert)},
             "objectives": dataclasses.asdict(objectives),
             "log_prompts": config.log_prompts,
             "needs_key": bool(config.tenants),

@@ -179,9 +179,9 @@ class ModelMetrics:
         self.totals.num_prompt_tokens += num_prompt_tokens
         self.prompt_tokens.inc(num_prompt_tokens)
 
-    def tokens(self, num_tokens: int, gap_s: float | None) -> None:
+    def tokens(self, num_tokens: int, gap_s: float | None, *, is_split: bool) -> None:
         self.totals.num_output_tokens += num_tokens
-        self._tokens.add(num_tokens, gap_s)
+        self._tokens.add(num_tokens, gap_s, is_split=is_split)
 
     def finished(self, reason: FinishReason) -> None:
         self.totals.num_ended += 1
@@ -240,14 +240,15 @@ class RequestRecord:
     def accepted(self, num_prompt_tokens: int) -> None:
         self._metrics.accepted(num_prompt_tokens)
 
-    def tokens(self, num_tokens: int, now: float, index: int = 0) -> None:
-        """Notes output tokens of an answer that arrived together; the time between them counts as 0."""
+    def tokens(self, num_tokens: int, now: float, index: int = 0, *, is_split: bool = False) -> None:
+        """Notes output tokens of an answer that arrived together; the time between them counts as 0. `is_split` says
+        that they were decoded on another worker than the prompt was computed on."""
         if num_tokens < 1:
             return
         if self.times.first_s is None:
             ttft_s = now - self._arrived_s
             self._metrics.graded("ttft", grade(ttft_s, self._metrics.targets_s["ttft"]))
-        self._metrics.tokens(num_tokens, self.times.add(num_tokens, now, index))
+        self._metrics.tokens(num_tokens, self.times.add(num_tokens, now, index), is_split=is_split)
 
     def finished(self, reason: FinishReason, timings: types_pb2.PhaseTimings, now: float) -> None:
         elapsed_s, metrics = now - self._arrived_s, self._metrics
@@ -301,18 +302,23 @@ class ModelTokenCounts:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.buckets = [0] * len(_BOUNDS)
-        """How many times between tokens fall between a bound and the one before it."""
+        self.split, self.unsplit = [0] * len(_BOUNDS), [0] * len(_BOUNDS)
+        """How many times between tokens fall between a bound and the one before it, of split requests and of others."""
         self.sum_s = 0.0
 
-    def add(self, num_tokens: int, gap_s: float | None) -> None:
+    def add(self, num_tokens: int, gap_s: float | None, *, is_split: bool) -> None:
         """Counts tokens of an answer that came together, `gap_s` seconds after the one before them; None if there is
         none. The time between them counts as 0."""
+        buckets = self.split if is_split else self.unsplit
         self.num_tokens += num_tokens
-        self.buckets[0] += num_tokens - 1
+        buckets[0] += num_tokens - 1
         if gap_s is not None:
-            self.buckets[bisect_left(INTER_TOKEN_BUCKETS, gap_s)] += 1
+            buckets[bisect_left(INTER_TOKEN_BUCKETS, gap_s)] += 1
             self.sum_s += gap_s
+
+
+def _added(*counts: list[int]) -> list[int]:
+    return [sum(each) for each in zip(_NONE, *counts, strict=True)]
 
 
 class TokenCounts(Collector):
@@ -325,10 +331,11 @@ class TokenCounts(Collector):
     def of(self, model_id: str) -> ModelTokenCounts:
         return self._models.setdefault(model_id, ModelTokenCounts())
 
-    def buckets(self) -> list[int]:
+    def buckets(self) -> tuple[list[int], list[int]]:
         """Returns how many times between tokens of any model fall between a bound (`INTER_TOKEN_BUCKETS`, then none)
-        and the one before it."""
-        return [sum(counts) for counts in zip(_NONE, *(each.buckets for each in self._models.values()), strict=True)]
+        and the one before it: of split requests, and of others."""
+        models = self._models.values()
+        return _added(*(each.split for each in models)), _added(*(each.unsplit for each in models))
 
     def forget(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -348,6 +355,6 @@ class TokenCounts(Collector):
         )
         for model_id, counts in models.items():
             tokens.add_metric([model_id], counts.num_tokens)
-            cumulative = accumulate(list(counts.buckets))
+            cumulative = accumulate(_added(counts.split, counts.unsplit))
             between.add_metric([model_id], list(zip(_BOUNDS, cumulative, strict=True)), counts.sum_s)
         return tokens, between

@@ -51,6 +51,8 @@ class RequestTrace:
         self._arrived_s = arrived_s
         self._tenant = tenant
         self._legs: dict[int, OpenSpan] = {}
+        self.is_split = False
+        """Whether it decodes, or did last, on another worker than the one that computed its prompt."""
         self._root = tracer.start(
             Span.REQUEST,
             request_id=request.request_id,
@@ -91,6 +93,8 @@ class RequestTrace:
             span.set(_why(command.choice))
         self._legs[command.leg] = span
         self.timeline.leg_sent(stage, command.worker_id, command.leg, command.attempt, now)
+        if command.phase is Role.DECODE:
+            self.is_split = command.handoff is not None and command.worker_id != self.timeline.prefill_worker
         return span.traceparent
 
     def stage_ended(self, ended: StageEnded) -> None:

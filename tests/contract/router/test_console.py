@@ -19,6 +19,7 @@ from tests.support.patience import HANG_S
 from tests.support.scripted_worker import TEXT
 
 PAGE = "/console/waterfall.js"
+KINDS = ("split", "unsplit")
 
 
 async def test_a_viewer_is_told_of_all_that_is_there_and_then_of_what_changes(model: str) -> None:
@@ -29,6 +30,7 @@ async def test_a_viewer_is_told_of_all_that_is_there_and_then_of_what_changes(mo
         async with viewing(http) as events:
             hello = await until(events, "hello")
             assert hello["router"]["grpc"] == cluster.router.address
+            assert (hello["router"]["control"], hello["router"]["tls"]) == (cluster.router.control_address, False)
             assert hello["objectives"]["tpot_ms"] > 0
             state = await until(events, "state")
             assert state["ready"]
@@ -81,27 +83,47 @@ async def test_it_says_what_the_control_port_says(model: str) -> None:
             assert (row["policy"], row["context_tokens"]) == (status["policy"], status["context_tokens"])
 
 
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("mixed",)])
 async def test_who_looks_later_is_told_of_the_times_between_tokens_before(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    model: str, monkeypatch: pytest.MonkeyPatch, roles: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(feed, "ITL_EVERY_S", 0.05)
     async with running(model) as cluster, client(cluster) as http:
-        await cluster.add("prefill")
-        await cluster.add("decode")
+        for role in roles:
+            await cluster.add(role)
 
-        async def told() -> int:
+        async def told() -> list[int]:
             async with viewing(http) as events:
                 before = (await until(events, "hello"))["itl_before"]
-            assert all(len(each["itl"]["counts"]) == len(each["itl"]["buckets_ms"]) + 1 for each in before)
+            assert all(
+                len(each["itl"][kind]) == len(each["itl"]["buckets_ms"]) + 1 for each in before for kind in KINDS
+            )
             assert [each["at"] for each in before] == sorted(each["at"] for each in before)
-            return sum(sum(each["itl"]["counts"]) for each in before)
+            return [sum(sum(each["itl"][kind]) for each in before) for kind in KINDS]
 
-        assert await told() == 0
+        assert await told() == [0, 0]
         responses, _ = await read(cluster.inference.GenerateStream(request()))
         num_tokens = sum(len(each.chunk.token_ids) for each in responses)
-        assert await told() == num_tokens - 1 > 0, "also what has not been noted yet"
+        assert num_tokens > 1
+        expected = [num_tokens - 1, 0] if len(roles) > 1 else [0, num_tokens - 1]
+        assert await told() == expected, "also what has not been noted yet"
         await asyncio.sleep(0.2)
-        assert await told() == num_tokens - 1
+        assert await told() == expected
+
+
+async def test_a_workers_pace_counts_steps_that_are_in_no_average(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with too little to compute with, all of them may be."""
+    monkeypatch.setattr(feed, "EVERY_S", 0.05)
+    async with running(model) as cluster, client(cluster) as http:
+        worker = await cluster.add("decode", worker_id="d")
+
+        def pace(state: dict[str, Any]) -> float:
+            return sum(each["tokens_per_s"] or 0.0 for each in state["workers"])
+
+        async with viewing(http) as events:
+            assert pace(await until(events, "state")) == 0.0
+            worker.num_tokens = 1_000_000
+            await until(events, "state", lambda state: pace(state) > 10_000)
 
 
 async def test_of_many_that_end_at_once_each_end_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

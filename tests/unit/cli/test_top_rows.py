@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import control_pb2
+from services.cli.timeline_spans import as_recorded
 from services.cli.top_cluster import ASCII_GLYPHS, GLYPHS, bar, cells, heading, pair_rows, worker_rows
 from services.cli.top_requests import (
     SORT_KEYS,
@@ -16,6 +17,7 @@ from services.cli.top_requests import (
     longest_wait_s,
     request_row,
 )
+from services.cli.trace_view import UNICODE, request_view
 from services.cli.worker_words import CLASSES
 from services.router.telemetry.slo import Grade
 from services.rpc.plain import plain
@@ -61,7 +63,7 @@ def test_workers_stand_by_role_with_load_and_reason() -> None:
         worker("prefill-0", "prefill"),
         control_pb2.WorkerStatus(state=control_pb2.WORKER_STATE_JOINING),
     ]
-    rows = worker_rows(plain(status(*workers)), 10)
+    rows = worker_rows(plain(status(*workers)), 10, {"prefill-0": 512.25, "decode-1": 1024.0, "decode-0": None})
     assert [(row.worker_id, row.role) for row in rows] == [
         ("prefill-0", "prefill"),
         ("decode-0", "decode"),
@@ -71,7 +73,8 @@ def test_workers_stand_by_role_with_load_and_reason() -> None:
     ]
     assert [row.prefill_ms for row in rows] == ["41.2", "-", "-", "-", "41.2"]
     assert [row.decode_ms for row in rows] == ["-", "12.5", "12.5", "-", "12.5"]
-    assert rows[0][3:] == ((1, 1, 1, 1, 6), "6/100", "5", "6", "41.2", "-", "12 ms", "")
+    assert [row.tokens_per_s for row in rows] == ["512.2", "-", "1024", "-", "-"]
+    assert rows[0][3:] == ((1, 1, 1, 1, 6), "6/100", "5", "6", "41.2", "-", "512.2", "12 ms", "")
     assert (rows[2].state, rows[2].reason) == ("ejected", "3.1 times as slow as its peers")
     assert rows[3].bar == ()
 
@@ -117,6 +120,14 @@ def test_the_row_of_a_request() -> None:
     assert request_row(failed, 100.0).phase == "no_worker"
 
 
+@pytest.mark.parametrize(("retries", "words"), [(1, "placed again 1 time"), (2, "placed again 2 times")])
+def test_a_waterfall_says_how_often_its_request_was_placed_again(retries: int, words: str) -> None:
+    message = split_timeline(1)
+    for attempt in range(2, 2 + retries):
+        message.stages.add(name="queue", start_us=50_000, end_us=60_000, attempt=attempt)
+    assert request_view(as_recorded(message, 0, 400_000), UNICODE)[-1] == words
+
+
 def test_orders_put_what_is_unknown_last_in_both_directions() -> None:
     requests = followed(
         split_timeline(1, ttft_us=300_000), live_timeline(2), split_timeline(3), split_timeline(4, num_retries=2)
@@ -154,7 +165,7 @@ def test_hostile_names_are_text_in_every_row() -> None:
     message.pairs[0].prefill = message.pairs[0].reason = HOSTILE
     timeline = failed_timeline(1, HOSTILE, prefill_worker=HOSTILE)
     timeline.request_id = HOSTILE
-    shown = [*heading("t", plain(message)), *pair_rows(plain(message), [])[0], *worker_rows(plain(message), 10)[0]]
+    shown = [*heading("t", plain(message)), *pair_rows(plain(message), [])[0], *worker_rows(plain(message), 10, {})[0]]
     shown += request_row(followed(timeline)[0], 0.0)
     text = [each for each in shown if isinstance(each, str)]
     assert all(each.isprintable() for each in text)
@@ -164,7 +175,7 @@ def test_hostile_names_are_text_in_every_row() -> None:
 def test_counts_that_cannot_be_break_nothing() -> None:
     broken = worker("w", "decode", blocks=(-5, 2**31 - 1, -(2**31), 0, 1))
     broken.load.decode_step.ms = float("nan")
-    (row,) = worker_rows(plain(status(broken)), 10)
+    (row,) = worker_rows(plain(status(broken)), 10, {})
     assert sum(row.bar) == 10
     timeline = live_timeline(1, ttft_us=-(2**63), total_us=2**63 - 1)
     timeline.age_us = -(2**63)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from baton.v1 import inference_pb2
+from services.router.policy import Role
 from services.router.telemetry.timelines import MOST_STAGES, Timeline, Timelines, TimelineStage, TokenTimes
+from services.router.telemetry.tracing import RequestTrace
+from tests.sim.tracing import NullTracer
 
 
 def begun(timelines: Timelines, request_id: str = "r", now: float = 1.0) -> Timeline:
@@ -129,3 +136,28 @@ def test_a_flood_of_refused_requests_leaves_the_others() -> None:
     assert kept[0] is served
     assert len(kept) < 1000
     assert len(kept[-1].failure) == 500
+
+
+def test_a_request_is_split_as_its_newest_decode_leg_is() -> None:
+    """One that was split may be replayed on a worker alone."""
+    trace = RequestTrace(
+        NullTracer(),
+        inference_pb2.GenerateRequest(text="x"),
+        model_id="m",
+        parent="",
+        stream=True,
+        arrived_s=0.0,
+        timelines=Timelines(),
+        times=TokenTimes(),
+    )
+
+    def sent(phase: Role, worker_id: str, handoff: object = None) -> bool:
+        command: Any = SimpleNamespace(phase=phase, worker_id=worker_id, leg=1, attempt=1, choice=None, handoff=handoff)
+        trace.leg_sent(command, 1.0)
+        return trace.is_split
+
+    assert not sent(Role.PREFILL, "p")
+    assert sent(Role.DECODE, "d", handoff="of p")
+    assert not sent(Role.DECODE, "p", handoff="of p"), "it took over its own"
+    assert sent(Role.DECODE, "d", handoff="of p")
+    assert not sent(Role.DECODE, "d"), "it computed the prompt itself"

@@ -3,7 +3,7 @@
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { Cluster } from "./cluster.js";
 import { start, useFeed } from "./feed.js";
-import { Name, jaegerLink } from "./format.js";
+import { Name, command, jaegerLink } from "./format.js";
 import { Latency } from "./latency.js";
 import { Playground } from "./playground.js";
 import { Request } from "./request.js";
@@ -97,11 +97,11 @@ function Theme() {
 
 function About({ router }) {
   return html`Baton ${router.version} · router process ${router.pid} · gRPC${" "}
-    <code><${Name} text=${router.grpc} /></code> · HTTP ${" "}<code><${Name} text=${router.http} /></code>${
+    <code><${Name} text=${router.grpc} /></code> · ${router.tls ? "HTTPS" : "HTTP"}${" "}<code><${Name} text=${router.http} /></code>${
       router.jaeger &&
       html` · <a href=${jaegerLink(router.jaeger, "/search?service=baton-router")} rel="noreferrer">Jaeger</a>`
     }
-    ${" "}· in a terminal: <code>baton top</code>`;
+    ${" "}· in a terminal: <code><${Name} text=${command("top", router)} /></code>`;
 }
 
 const root = document.getElementById("app");

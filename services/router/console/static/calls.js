@@ -43,9 +43,13 @@ export function snippets(form, { router, needs_key: needsKey }) {
   };
 }
 
+function base({ http, tls }) {
+  return `${tls ? "https" : "http"}://${http}`;
+}
+
 function curl(form, router, header) {
   const sent = quoted(JSON.stringify(body(form)));
-  return `curl -N http://${router.http}${path(form)}${header} -H 'content-type: application/json' \\\n    -d ${sent}\n`;
+  return `curl -N ${base(router)}${path(form)}${header} -H 'content-type: application/json' \\\n    -d ${sent}\n`;
 }
 
 function python(form, router, needsKey) {
@@ -61,7 +65,7 @@ function python(form, router, needsKey) {
   const key = needsKey ? `os.environ["BATON_API_KEY"]` : `"none"`;
   return `${needsKey ? "import os\n\n" : ""}from openai import OpenAI
 
-client = OpenAI(base_url=${literal(`http://${router.http}/v1`)}, api_key=${key})
+client = OpenAI(base_url=${literal(`${base(router)}/v1`)}, api_key=${key})
 stream = ${create}(
 ${lines.join("\n")}
     stream=True,
@@ -83,7 +87,7 @@ function grpcurl(form, router, header) {
   if (Object.values(stopping).some((value) => value !== undefined)) request.stopping = stopping;
   if (logprobs) request.response = { logprobs: 5 };
   const sent = quoted(JSON.stringify(request));
-  return `grpcurl -plaintext${header} -d ${sent} \\\n    ${router.grpc} baton.v1.InferenceService/GenerateStream\n`;
+  return `grpcurl${router.tls ? "" : " -plaintext"}${header} -d ${sent} \\\n    ${router.grpc} baton.v1.InferenceService/GenerateStream\n`;
 }
 
 // For a shell, which takes everything between single quotes as it is.

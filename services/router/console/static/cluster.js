@@ -172,7 +172,7 @@ function Waiting({ feed, rows }) {
   const now = feed.now();
   const waiting = rows
     .filter((row) => row.phase === "queued" || row.phase === "parked")
-    .map((row) => ({ row, age: now - (row.phase === "parked" ? row.phaseSince : row.arrived) }))
+    .map((row) => ({ row, age: now - row.arrived - (row.stages.at(-1)?.start_ms ?? 0) / 1000 }))
     .sort((one, other) => other.age - one.age);
   const number = (phase, index) =>
     waiting.filter(

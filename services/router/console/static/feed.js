@@ -136,9 +136,6 @@ function absorb(state) {
 
 function absorbRequests({ requests }) {
   for (const row of requests) {
-    row.changed = feed.now();
-    row.phaseSince =
-      feed.requests.get(row.number)?.phase === row.phase ? feed.requests.get(row.number).phaseSince : row.changed;
     feed.requests.set(row.number, row);
   }
   if (feed.requests.size > MOST_REQUESTS) {

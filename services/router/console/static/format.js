@@ -48,6 +48,11 @@ export function ago(at, now) {
   return `${Math.round(seconds / 3600)} h ago`;
 }
 
+// A command for a terminal on the router's machine; `baton` asks this address unless it is told another.
+export function command(words, { control }) {
+  return control === "127.0.0.1:50052" ? `baton ${words}` : `baton ${words} --target ${control}`;
+}
+
 export function joined(words) {
   return words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
 }

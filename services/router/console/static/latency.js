@@ -26,7 +26,7 @@ const MEASURES = {
   },
   itl: {
     title: "Between two tokens (ITL)",
-    says: "Every time between two tokens, of all requests; what a prompt beside a decode would spoil.",
+    says: "Every time between two tokens: what a prompt beside a decode would spoil.",
     of: null,
   },
   queue: {
@@ -52,7 +52,7 @@ export function Latency({ feed }) {
     <div class="charts">
       ${Object.entries(MEASURES).map(([key, measure]) => {
         const objective = objectives[`${key}_ms`] || null;
-        const groups = measure.of ? grouped(rows, measure.of) : { all: between(feed.seconds, since) };
+        const groups = measure.of ? grouped(rows, measure.of) : between(feed.seconds, since);
         return html`<${Measure} key=${key} ...${{ id: key, measure, groups, objective }} />`;
       })}
     </div>`;
@@ -79,17 +79,23 @@ function weighed(values) {
 
 // Of the seconds since then, the histograms together: each time counts as its bucket's upper bound.
 function between(seconds, since) {
-  const ofInterest = seconds.filter((second) => second.at >= since && second.itl);
-  const { buckets_ms: bounds = [] } = ofInterest.at(-1)?.itl ?? {};
-  const counts = bounds.map((_, index) => ofInterest.reduce((sum, second) => sum + (second.itl.counts[index] ?? 0), 0));
-  const beyond = ofInterest.reduce((sum, second) => sum + (second.itl.counts[bounds.length] ?? 0), 0);
-  const ms = beyond ? [...bounds, 2 * (bounds.at(-1) ?? 1)] : bounds;
-  const all = beyond ? [...counts, beyond] : counts;
-  const kept = all.map((_, index) => index).filter((index) => all[index] > 0);
+  const histograms = seconds.filter((second) => second.at >= since && second.itl).map((second) => second.itl);
+  const { buckets_ms: bounds = [] } = histograms.at(-1) ?? {};
+  const sums = (of) =>
+    [...bounds, null].map((_, index) => histograms.reduce((sum, each) => sum + (of(each)[index] ?? 0), 0));
+  const groups = Object.entries({ split: sums((each) => each.split), unsplit: sums((each) => each.unsplit) });
+  const some = groups.filter(([, counts]) => counts.some((number) => number > 0));
+  const ms = [...bounds, 2 * (bounds.at(-1) ?? 1)];
+  if (some.length === 0) return { all: binned(ms, []) };
+  return Object.fromEntries(some.map(([name, counts]) => [name, binned(ms, counts)]));
+}
+
+function binned(ms, counts) {
+  const kept = counts.map((_, index) => index).filter((index) => counts[index] > 0);
   return {
     ms: kept.map((index) => ms[index]),
-    counts: kept.map((index) => all[index]),
-    total: all.reduce((sum, each) => sum + each, 0),
+    counts: kept.map((index) => counts[index]),
+    total: counts.reduce((sum, each) => sum + each, 0),
   };
 }
 

@@ -3,7 +3,7 @@
 
 import { html } from "./vendor/htm-preact.js";
 import { useDetail } from "./feed.js";
-import { NOTHING, Name, bytes, count, duration, jaegerLink, plural, visible } from "./format.js";
+import { NOTHING, Name, bytes, command, count, duration, jaegerLink, plural, visible } from "./format.js";
 import { Empty, Phase, Workers } from "./parts.js";
 import { Placements } from "./placements.js";
 import { FirstToken, Story, way } from "./story.js";
@@ -52,8 +52,9 @@ function Actions({ row, feed }) {
     >
     ${jaeger && html`<a href=${jaeger} rel="noreferrer">Open in Jaeger</a>`}
     <span class="muted"
-      >in a terminal: <code>baton explain --request <${Name} text=${shellWord(row.id)} /></code
-    ></span>
+      >in a terminal:${" "}
+      <code><${Name} text=${command(`explain --request ${shellWord(row.id)}`, feed.hello.router)} /></code>
+    </span>
   </p>`;
 }
 

@@ -28,12 +28,17 @@ const FINISHES = {
   length: "length",
   failed: "failed or cancelled",
 };
+const LATE = {
+  "": "in time or not",
+  ttft: "TTFT missed",
+  itl: "ITL missed",
+};
 const SPLITS = { "": "split or not", split: "split", unsplit: "not split" };
 
 const FIRST = html`No request has come yet: ask something in the <a href="#playground">playground</a>.`;
 
 export function Requests({ feed }) {
-  const [filter, set] = useState({ text: "", worker: "", finish: "", split: "", retried: false });
+  const [filter, set] = useState({ text: "", worker: "", finish: "", split: "", late: "", retried: false });
   const [sort, setSort] = useState({ by: "number", down: true });
   const [most, showMore] = useState(PAGE);
   const [isHeld, hold] = useState(false);
@@ -41,7 +46,7 @@ export function Requests({ feed }) {
   if (!isHeld) held.current = newest();
   const all = held.current;
   const rows = sorted(
-    all.filter((row) => passes(row, filter)),
+    all.filter((row) => passes(row, filter, feed.hello.objectives)),
     sort,
   );
   const change = (field) => (event) =>
@@ -60,6 +65,7 @@ export function Requests({ feed }) {
       />
       <${Select} label="State" value=${filter.finish} onChange=${change("finish")} options=${FINISHES} />
       <${Select} label="Split" value=${filter.split} onChange=${change("split")} options=${SPLITS} />
+      <${Select} label="Objectives" value=${filter.late} onChange=${change("late")} options=${LATE} />
       <label class="check"
         ><input type="checkbox" checked=${filter.retried} onChange=${change("retried")} /> placed again</label
       >
@@ -165,7 +171,7 @@ function Strip({ row, now }) {
   </span>`;
 }
 
-function passes(row, { text, worker, finish, split, retried }) {
+function passes(row, { text, worker, finish, split, late, retried }, objectives) {
   if (text && !row.id.toLowerCase().includes(text.toLowerCase())) return false;
   if (worker && row.prefill_worker !== worker && row.decode_worker !== worker) return false;
   if (finish === "live" && row.phase === "ended") return false;
@@ -173,6 +179,8 @@ function passes(row, { text, worker, finish, split, retried }) {
   if ((finish === "stop" || finish === "length") && row.outcome !== finish) return false;
   if (split === "split" && !isSplit(row)) return false;
   if (split === "unsplit" && !isUnsplit(row)) return false;
+  const took = { ttft: row.ttft_ms, itl: row.longest_itl_ms }[late];
+  if (late && !(objectives[`${late}_ms`] && took > objectives[`${late}_ms`])) return false;
   return !retried || row.retries > 0;
 }
 

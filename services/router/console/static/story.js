@@ -117,17 +117,33 @@ function stageMs(row, name) {
   return stage ? stage.end_ms - stage.start_ms : null;
 }
 
-// Where the time to the first token went: [{words, ms, kind}], the largest says it in a sentence.
+// Where the time to the first token went: [{words, ms, kind}], the largest says it in a sentence. Stages tell of all
+// attempts, and what workers measured is of the last one, which may have begun after the first token.
 export function firstToken(row) {
-  const { timings } = row;
-  if (!row.ttft_ms || timings?.prefill_compute_ms === undefined) return null;
+  if (!row.ttft_ms) return null;
+  const name = row.stages.some((stage) => stage.name === "prefill") ? "prefill" : "decode";
+  const legs = row.stages.filter((stage) => stage.name === name);
+  const first = legs.findLast((leg) => leg.start_ms < row.ttft_ms);
+  if (!first) return null;
+  const until = (stage) => Math.max(0, Math.min(stage.end_ms ?? row.ttft_ms, row.ttft_ms) - stage.start_ms);
+  const sum = (stages) => stages.reduce((ms, stage) => ms + until(stage), 0);
+  const named = (stage) => sum(row.stages.filter((each) => each.name === stage));
+  const { prefill_wait_ms: waitMs, prefill_compute_ms: computeMs } = row.timings ?? {};
+  const isMeasured = computeMs !== undefined && first === legs.at(-1);
   const parts = [
-    { words: "waiting for a prefill worker", ms: timings.queue_ms, kind: "router" },
-    { words: "tokenising", ms: timings.tokenize_ms ?? stageMs(row, "tokenize"), kind: "router" },
-    { words: "waiting for the worker's batch", ms: timings.prefill_wait_ms, kind: "prefill" },
-    { words: "computing the prompt", ms: timings.prefill_compute_ms, kind: "prefill" },
-  ].map((part) => ({ ...part, ms: part.ms ?? 0 }));
-  const rest = row.ttft_ms - parts.reduce((sum, part) => sum + part.ms, 0);
+    { words: "waiting for a prefill worker", ms: named("queue"), kind: "router" },
+    { words: "tokenising", ms: named("tokenize"), kind: "router" },
+    ...(legs[0] === first
+      ? []
+      : [{ words: "attempts that were given up", ms: sum(legs.slice(0, legs.indexOf(first))), kind: "prefill" }]),
+    ...(isMeasured
+      ? [
+          { words: "waiting for the worker's batch", ms: waitMs ?? 0, kind: "prefill" },
+          { words: "computing the prompt", ms: computeMs, kind: "prefill" },
+        ]
+      : [{ words: "waiting for the worker's batch and computing the prompt", ms: until(first), kind: "prefill" }]),
+  ];
+  const rest = row.ttft_ms - parts.reduce((ms, part) => ms + part.ms, 0);
   return [...parts, { words: "placing and messages", ms: Math.max(0, rest), kind: "router" }];
 }
 
