@@ -16,6 +16,7 @@ lent        a system prompt that workers share, computed once or by each, and fr
             run without --only
 parking     prompts beside a full decode worker, with and without a store; not part of a run without --only
 constraints what constrained sequences cost a step; not part of a run without --only
+hostile     streams beside constraints that are made to take all time; not part of a run without --only
 plan        a plan against the cluster it names; not part of a run without --only
 tiers       conversations that left the pool, with each tier below it; not part of a run without --only
 fair_shares a tenant's first tokens beside another's flood; not part of a run without --only
@@ -57,6 +58,7 @@ NAMES = (
     "plan",
     "console",
     "constraints",
+    "hostile",
     "lent",
     "parking",
     "tiers",
@@ -124,6 +126,7 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result
         end_to_end,
         engine,
         fair_shares,
+        hostile,
         lent,
         overload,
         parking,
@@ -162,6 +165,8 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result
         result.add(planned.measure(name, precision, repeats, read(replay.ReplaySettings, arguments), settings))
     if "constraints" in chosen:
         result.add(constraints.measure(model, precision, arguments.threads, repeats))
+    if "hostile" in chosen:
+        result.add(hostile.measure(name, precision, repeats))
     if "lent" in chosen:
         result.add(lent.measure(name, precision, repeats, read(LentSettings, arguments)))
     if "fair_shares" in chosen:

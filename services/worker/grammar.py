@@ -6,6 +6,7 @@ Owns: what is asked of the library, and its limits. Never: where that runs (`gra
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from services.core.errors import InvalidRequest, UnsupportedModel
 from services.core.model_files import TOKENIZER
 from services.core.printable import printable
 from services.engine.schedule.constraint import Bits, forbid, has, num_words
-from services.rpc.json_schemas import JSON_OPTIONS
+from services.rpc.json_schemas import JSON_OPTIONS, as_compiled
 
 FIELD = "constraint"
 _JSON_OPTIONS: Any = JSON_OPTIONS
@@ -97,7 +98,8 @@ def grammar_of(kind: str, text: str) -> str:
     """
     match kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+            schema = json.dumps(as_compiled(json.loads(text)))
+            return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case _:

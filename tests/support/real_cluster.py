@@ -21,7 +21,7 @@ from benchmarks.ports import free_ports
 from services.cli.child import Child, Lifeline
 from services.rpc.authentication import ROUTER
 from tests.support.certificates import certificates
-from tests.support.cluster import Answer, receive
+from tests.support.cluster import Answer, receive, receive_several
 from tests.support.footprint import Footprint
 from tests.support.patience import Patience
 from tests.support.processes import BATON, environment
@@ -169,6 +169,9 @@ class RouterClient:
 
     async def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float = 300.0) -> Answer:
         return await receive(self.inference.GenerateStream(request, timeout=timeout_s))
+
+    async def several(self, request: inference_pb2.GenerateRequest, timeout_s: float = 300.0) -> list[Answer]:
+        return await receive_several(self.inference.GenerateStream(request, timeout=timeout_s), request.n)
 
     async def until(self, condition: Callable[[Status], bool], what: str, timeout_s: float = IDLE_WITHIN_S) -> Status:
         """Looks again and again at the status, as an operator would."""

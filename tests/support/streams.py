@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.v1 import inference_pb2, types_pb2
+from services.core.seeds import answer_seed
 from tests.support import patience
 from tests.support.cluster import Answer
 from tests.support.equality import GreedyReference
@@ -36,6 +37,7 @@ class Job:
     """Its own, or its prompt may be in a prefix cache; empty for none."""
     pattern: str = ""
     """A regular expression that the output is held to; it has no end."""
+    num_answers: int = 1
 
     def request(self) -> inference_pb2.GenerateRequest:
         sampling = types_pb2.SamplingParams(temperature=0.0)
@@ -43,6 +45,7 @@ class Job:
             sampling = types_pb2.SamplingParams(temperature=1.0, seed=self.seed)
         constraint = types_pb2.Constraint(regex=self.pattern) if self.pattern else None
         return inference_pb2.GenerateRequest(
+            n=self.num_answers,
             constraint=constraint,
             token_ids=inference_pb2.TokenIds(ids=self.prompt),
             sampling=sampling,
@@ -50,13 +53,14 @@ class Job:
             cache_salt=self.cache_salt or None,
         )
 
-    def check(self, reference: GreedyReference, answer: Answer) -> None:
-        """Asserts that nothing is lost, repeated or changed."""
+    def check(self, reference: GreedyReference, answer: Answer, index: int = 0) -> None:
+        """Asserts that nothing is lost, repeated or changed in the answer with this index."""
         assert len(answer.token_ids) == self.max_tokens
         assert answer.completion is not None
         assert answer.completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
         assert answer.completion.usage.output_tokens == self.max_tokens
-        reference.check_at_once(self.prompt, answer.token_ids, seed=self.seed, pattern=self.pattern)
+        seed = None if self.seed is None else answer_seed(self.seed, index)
+        reference.check_at_once(self.prompt, answer.token_ids, seed=seed, pattern=self.pattern)
 
 
 def mixed_jobs(rng: random.Random, num_jobs: int, prompt_tokens: range, output_tokens: range) -> list[Job]:
@@ -84,8 +88,8 @@ class Streams:
 
     def __init__(self, router: RouterClient, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
-        self.tasks = [asyncio.create_task(router.stream(job.request())) for job in jobs]
-        self.answers: list[Answer] = []
+        self.tasks = [asyncio.create_task(router.several(job.request())) for job in jobs]
+        self.answers: list[list[Answer]] = []
 
     async def any_done(self) -> None:
         await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +104,8 @@ class Streams:
     @property
     def num_retries(self) -> int:
         """Times that requests were placed again, in all; when they have ended."""
-        return sum(answer.completion.workers.retries for answer in self.answers if answer.completion is not None)
+        ends = [answer.completion for answers in self.answers for answer in answers]
+        return sum(end.workers.retries for end in ends if end is not None)
 
 
 @contextlib.asynccontextmanager
@@ -118,8 +123,9 @@ async def streams(router: RouterClient, reference: GreedyReference, jobs: Sequen
         for task in running.tasks:
             task.cancel()
         await asyncio.gather(*running.tasks, return_exceptions=True)
-    for job, answer in zip(jobs, running.answers, strict=True):
-        job.check(reference, answer)
+    for job, answers in zip(jobs, running.answers, strict=True):
+        for index, answer in enumerate(answers):
+            job.check(reference, answer, index)
     if missed is not None:
         raise missed
 
@@ -128,8 +134,10 @@ async def streams(router: RouterClient, reference: GreedyReference, jobs: Sequen
 async def load(
     cluster: RealCluster, reference: GreedyReference, *, num_jobs: int = 10, router: int = 0
 ) -> AsyncIterator[Streams]:
-    """Runs streams of many sizes, more than the pools of two small workers hold."""
+    """Runs streams of many sizes, more than the pools of two small workers hold. Two have
+    three answers each, sampled ones and greedy ones."""
     jobs = mixed_jobs(_RANDOM, num_jobs, range(150, 550), range(50, 100))
+    jobs = [replace(job, num_answers=3 if number in (3, 4) else 1) for number, job in enumerate(jobs)]
     async with streams(cluster.routers[router], reference, jobs) as running:
         yield running
 

@@ -4,7 +4,6 @@ still."""
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2, types_pb2
+from benchmarks.hostile import HOSTILE
 from tests.support.cluster import Cluster, greedy_request, running_cluster
 from tests.support.models import tiny_model
 from tests.support.workers import DECODE, PREFILL
@@ -20,29 +20,6 @@ from tests.support.workers import DECODE, PREFILL
 MOST_S = 20.0
 """Vetting takes 6 s at most, however busy the machine is; after that its process may have to start again."""
 MOST_STALL_MS = 20.0
-
-HOSTILE = {
-    "states": types_pb2.Constraint(regex="[a-z ]*a[a-z ]{60}b.*"),
-    "repetitions": types_pb2.Constraint(regex="(a{1,900}b?){900}"),
-    "wildcards": types_pb2.Constraint(regex=".*" * 200 + "x"),
-    "alternatives": types_pb2.Constraint(regex="|".join(f".*{number}.*" for number in range(900))),
-    "intersections": types_pb2.Constraint(
-        json_schema=json.dumps({"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(20)]})
-    ),
-    "a chain of rules": types_pb2.Constraint(
-        grammar="\n".join(f"r{n}: r{n + 1}" for n in range(490)).replace("r0:", "start:") + '\nr490: "a"'
-    ),
-    "ambiguity": types_pb2.Constraint(grammar='start: s\ns: s s s | s s | "a" | "aa" | "aaa" | '),
-    "references": types_pb2.Constraint(
-        json_schema=json.dumps(
-            {
-                "$defs": {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 8} for n in range(20)}
-                | {"d20": {"type": "string"}},
-                "$ref": "#/$defs/d0",
-            }
-        )
-    ),
-}
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,9 @@ both = pytest.mark.parametrize("read", [completion, conversation])
             types_pb2.Constraint(choices=types_pb2.Choices(texts=["a"])),
         ),
         ({"structured_outputs": {"grammar": "g"}}, types_pb2.Constraint(grammar="g")),
+        # All that vLLM's own record has, most of it null.
+        ({"structured_outputs": {"regex": "a", "structural_tag": None}}, types_pb2.Constraint(regex="a")),
+        (described(schema=True, other=None), types_pb2.Constraint(json_schema="true")),
         (
             {"structured_outputs": {"json_object": True}},
             types_pb2.Constraint(json_object=types_pb2.AnyJsonObject()),

@@ -44,10 +44,10 @@ def hermes(*calls: str) -> str:
     return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
 
-def matched(form: OutputForm, output: str, made: Tokenizer, **how: Any) -> str:
+def matched(form: OutputForm, output: str, made: Tokenizer, schemas: Any = SCHEMAS, **how: Any) -> str:
     """Returns what a constraint says of an output: "whole", "begun", or "refused" with all after that."""
     special = {tag: made.token_to_id(tag) for tag in TAGS if made.token_to_id(tag) is not None}
-    grammar = call_grammar(form, SCHEMAS, special, **how)
+    grammar = call_grammar(form, schemas, special, **how)
     check_constraint(types_pb2.Constraint(grammar=grammar))
     library = LLTokenizer(made.to_str(), n_vocab=made.get_vocab_size(), eos_token=[2])
     matcher = LLMatcher(library, grammar_of("grammar", grammar), log_level=0)
@@ -115,6 +115,14 @@ def test_newer_models_of_mistrals(tags: tuple[str, ...]) -> None:
         assert matched(form("mistral"), output, made, is_required=True, is_listed=False) == "whole"
     assert matched(form("mistral"), f"Hm.[TOOL_CALLS]{one}", made, is_required=False, is_listed=False) == "whole"
     assert matched(form("mistral"), "[TOOL_CALLS]other", made, is_required=True, is_listed=False) == "refused"
+
+
+def test_arguments_have_the_times_that_answers_have() -> None:
+    schemas = {"at": {"type": "object", "properties": {"time": {"type": "string", "format": "date-time"}}}}
+    asked = OutputForm("none", False, TOOL_FAMILIES["hermes"], frozenset(schemas), False)
+    for second, expected in (("59", "whole"), ("60", "refused")):
+        output = hermes(f'{{"name": "at", "arguments": {{"time": "2026-02-03T04:05:{second}Z"}}}}')
+        assert matched(asked, output, PLAIN, schemas, is_required=True) == expected
 
 
 def test_a_name_and_a_schema_cannot_become_rules() -> None:

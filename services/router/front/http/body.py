@@ -186,8 +186,8 @@ class Body:
         return sorted(self._fields.keys() - self._taken)
 
     def refuse_unknown(self) -> None:
-        """Raises InvalidRequest for a field that was never taken."""
-        if unknown := self.unknown():
+        """Raises InvalidRequest for a field that was never taken and has a value."""
+        if unknown := [name for name in self.unknown() if self._fields[name] is not None]:
             raise InvalidRequest(self.path(unknown[0][:64]), "is not supported by this server")
 
     def boolean(self, name: str) -> bool | None:

@@ -16,7 +16,7 @@ from typing import Any
 from services.router.text.output.families import NONE
 from services.router.text.output.form import OutputForm
 from services.router.text.output.reasoning import BEGIN, END
-from services.rpc.json_schemas import JSON_OPTIONS
+from services.rpc.json_schemas import JSON_OPTIONS, as_compiled
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -124,5 +124,5 @@ class _Grammar:
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    text = json.dumps({**schema, "type": "object", "x-guidance": JSON_OPTIONS}, separators=(",", ":"))
+    text = json.dumps({**as_compiled(schema), "type": "object", "x-guidance": JSON_OPTIONS}, separators=(",", ":"))
     return _STRING.sub(lambda string: string[0].replace(":", "\\u003a"), text)
