@@ -122,4 +122,4 @@ def _measured(known: WorkerProfile, workers: Sequence[Any], target: str, within_
     except CallFailed as error:
         if error.code is grpc.StatusCode.UNIMPLEMENTED:
             raise ConfigError(f"--measure: {target} is not the router's port for clients (--port)") from error
-        raise explain(error, target) from error
+        raise explain(error, target, has_tls=False) from error

@@ -107,7 +107,8 @@ def inference(target: str, tls: Tls | None = None) -> Iterator[Client]:
 
 @contextlib.contextmanager
 def control(target: str, token_file: str, tls: Tls | None = None) -> Iterator[ControlCall]:
-    """Yields `call(method name, request, timeout in seconds)` for the ControlService at a router's control port.
+    """Yields `call(method name, request, timeout in seconds)` for the ControlService at a router's control port, which
+    raises BatonError.
 
     Calls carry the cluster token, or with a certificate none if there is none here. Raises as `connect` does;
     ConfigError also without a token.
@@ -125,9 +126,9 @@ def control(target: str, token_file: str, tls: Tls | None = None) -> Iterator[Co
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     hint = "is this the router's control port (--control-port), and is the router running?"
                     raise BatonError(f"{target}: no answer within {timeout_s:g} s (--timeout); {hint}") from error
-                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                    raise
-                raise BatonError(f"{target}: this is not the router's control port (--control-port)") from error
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    raise BatonError(f"{target}: this is not the router's control port (--control-port)") from error
+                raise explain(from_rpc_error(error), target, tls is not None) from error
 
         yield call
 
@@ -141,7 +142,7 @@ def _token_metadata(token_file: str, *, may_lack: bool) -> tuple[tuple[str, str]
         return ()
 
 
-def explain(error: CallFailed, target: str, has_tls: bool = False) -> BatonError:
+def explain(error: CallFailed, target: str, has_tls: bool) -> BatonError:
     """Returns the failed call's error, in one line that has the target first, and the status code."""
     if isinstance(error, Unavailable) and not error.reason:  # the runtime's own words: nothing of Baton's has answered
         if hint := _hint_of_tls(error.message, has_tls):

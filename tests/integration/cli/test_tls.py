@@ -13,6 +13,7 @@ from services.cli.main import main
 from tests.support.certificates import written
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.models import tiny_model
+from tests.support.trusted import CLUSTER_TOKEN
 from tests.support.workers import MIXED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -92,10 +93,14 @@ async def test_who_may_not_is_told_why(
 ) -> None:
     other, target = written(tmp_path / "other"), f"--target={cluster.router.control_address}"
     mixed = [*shown(folder, "operator")[:1], *shown(other, "operator")[1:]]
+    token = tmp_path / "cluster-token"
+    token.touch(mode=0o600)
+    token.write_text(CLUSTER_TOKEN)
     for flags, told in (
         (shown(folder, "client"), "is for operator"),
         (shown(other, "operator"), "not of the CAs in --tls-ca"),
         (mixed, "asks for another certificate"),
+        ([*shown(folder, "operator")[:1], f"--cluster-token-file={token}"], "asks for another certificate"),
         (shown(folder, "operator")[:2], "--tls-key is missing"),
         (shown(folder, "operator")[1:], "--tls-ca is missing"),
     ):
