@@ -153,7 +153,7 @@ def explain(error: CallFailed, target: str, has_tls: bool) -> BatonError:
             hint = "the connection was lost; has the router been stopped? If it is back, ask again."
         return BatonError(f"{target}: {hint} {error}")
     if error.reason == InvalidKey.reason:
-        return BatonError(f"{target}: {error}; {API_KEY} must have the key of a tenant (baton keys new)")
+        return BatonError(f"{target}: {error}; {API_KEY} must have the key of a tenant (baton keys new NAME)")
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
         return BatonError(f"{target}: {with_advice(str(error))}")
     return BatonError(f"{target}: {error}")
