@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from baton.v1 import control_pb2_grpc, inference_pb2
-from baton_client import ONCE, CallFailed, Client, Unavailable, from_rpc_error
+from baton_client import ONCE, AsyncClient, CallFailed, Client, Unavailable, from_rpc_error
 from services.core.addresses import bare_host, is_address, is_loopback
 from services.core.cluster_token import cluster_token, with_advice
 from services.core.errors import BatonError, ConfigError, InvalidKey
@@ -90,19 +90,35 @@ def inference(target: str, tls: Tls | None = None) -> Iterator[Client]:
     the environment, if there is one.
     """
     _check(target)
-    key = os.environ.get(API_KEY, "").strip()
-    if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{API_KEY}: it is no API key")
-    metadata = credentials(key) if key else ()
-    shown = None if tls is None else tls.certificates.channel_credentials()
-    options: list[tuple[str, int | str]] = [*channel_options(), *name_options("" if tls is None else tls.server_name)]
-    with Client(target, credentials=shown, metadata=metadata, retry=ONCE, options=options) as client:
+    with Client(target, **_asking(tls)) as client:
         try:
             yield client
         except CallFailed as error:
             if error.code is grpc.StatusCode.UNIMPLEMENTED:
                 raise BatonError(f"{target}: this is not the router's port for clients (--port)") from error
             raise explain(error, target, tls is not None) from error
+
+
+def async_inference(target: str, arguments: argparse.Namespace) -> AsyncClient:
+    """Returns a client of the router's port for clients at `HOST:PORT` that asks as `inference` does, by a command's
+    flags. Raises ConfigError."""
+    tls = tls_of(arguments)
+    if tls is None and not arguments.allow_plain_token and not is_loopback(bare_host(target)):
+        _demand_no_key(target)
+    return AsyncClient(target, **_asking(tls))
+
+
+def _asking(tls: Tls | None) -> dict[str, Any]:
+    """Returns what a client asks with. Raises ConfigError."""
+    key = os.environ.get(API_KEY, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{API_KEY}: it is no API key")
+    return {
+        "credentials": None if tls is None else tls.certificates.channel_credentials(),
+        "metadata": credentials(key) if key else (),
+        "retry": ONCE,
+        "options": [*channel_options(), *name_options("" if tls is None else tls.server_name)],
+    }
 
 
 @contextlib.contextmanager
@@ -161,13 +177,18 @@ def explain(error: CallFailed, target: str, has_tls: bool) -> BatonError:
 
 def _demand_nothing_secret(arguments: argparse.Namespace) -> None:
     if hasattr(arguments, "cluster_token_file"):
-        secret = "the cluster token"
-    elif os.environ.get(API_KEY, "").strip():
-        secret = f"the key in {API_KEY}"
-    else:
-        return
-    raise ConfigError(
-        f"--target: {secret} would cross the network in the clear on its way to {printable(arguments.target)}: give "
+        raise _in_the_clear("the cluster token", arguments.target)
+    _demand_no_key(arguments.target)
+
+
+def _demand_no_key(target: str) -> None:
+    if os.environ.get(API_KEY, "").strip():
+        raise _in_the_clear(f"the key in {API_KEY}", target)
+
+
+def _in_the_clear(secret: str, target: str) -> ConfigError:
+    return ConfigError(
+        f"--target: {secret} would cross the network in the clear on its way to {printable(target)}: give "
         "--tls-ca, or --allow-plain-token if the network is private"
     )
 
