@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,7 +60,15 @@ def tls_of(arguments: argparse.Namespace) -> Tls | None:
         raise ConfigError("--tls-ca is missing: nobody who answers could be trusted")
     from services.rpc.certificates import Certificates  # it takes its time, in each check of a container's health
 
-    return Tls(Certificates(cert, key, ca), getattr(arguments, "tls_server_name", ""))
+    return Tls(Certificates(cert, key, _ca_file(ca)), getattr(arguments, "tls_server_name", ""))
+
+
+def _ca_file(ca: str) -> str:
+    """Returns the file with the CAs that the flag names: gRPC brings CAs of its own, and does not know the system's."""
+    if ca != "system":
+        return ca
+    paths = ssl.get_default_verify_paths()
+    return paths.cafile or f"{paths.capath or '/etc/ssl/certs'}/ca-certificates.crt"
 
 
 @contextlib.contextmanager

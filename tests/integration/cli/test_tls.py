@@ -106,6 +106,8 @@ async def test_a_prompt_goes_through_tls(
     target = f"--target={cluster.router.address}"
     asked = ["--prompt", "The sea is", "--max-tokens", "3"]
     assert await baton("generate", target, *asked, f"--tls-ca={folder / 'ca.pem'}") == 0
+    monkeypatch.setenv("SSL_CERT_FILE", str(folder / "ca.pem"))  # OpenSSL's own variable
+    assert await baton("generate", target, *asked, "--tls-ca=system") == 0
     monkeypatch.setenv("BATON_TLS_CA", str(folder / "ca.pem"))
     async with asyncio.timeout(20):  # the router says so a moment after its worker is ready
         while await baton("health", target, "--service", "baton.v1.InferenceService") != 0:  # noqa: ASYNC110
