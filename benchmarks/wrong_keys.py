@@ -1,5 +1,5 @@
-"""Measures what calls without a valid key cost: the router's processor time for each, and what callers with a key
-notice of 10,000 a minute.
+"""Measures what calls without a valid key cost: the router's processor time for each, beside calls of what is not there
+(404; over gRPC, UNIMPLEMENTED), and what callers with a key notice of 10,000 a minute.
 
 Router, workers without an engine, and those who send wrong keys are a process each; who has a key is this one. Wrong
 keys come over either front on many connections, since a peer that sends many is answered late. Latencies are taken in
@@ -107,12 +107,19 @@ def _sender(router: RouterProcess, per_s: float) -> Iterator[None]:
 
 def _costs(router: RouterProcess, repeats: int, settings: WrongKeySettings) -> Findings:
     figures: Findings = []
+    nowhere = {
+        front: tuple(_cost(router, front, send, "", settings.wrong_keys_costed) for _ in range(repeats))
+        for front, send in (("gRPC", _nothing_by_grpc), ("HTTP", _nothing_by_http))
+    }
+    figures += [Figure(f"what is not there, {front}: router CPU", "ms", each) for front, each in nowhere.items()]
     for what, size in _SIZES.items():
         for front, send in (("gRPC", _by_grpc), ("HTTP", _by_http)):
             number = settings.wrong_keys_costed if size < _MOST_GRPC else settings.wrong_keys_costed // 10
             samples = tuple(_cost(router, front, send, "x" * size or new_key(), number) for _ in range(repeats))
-            target = "<= 0.3" if not size else ""
-            figures.append(Figure(f"{what}, {front}: router CPU", "ms", samples, target))
+            figures.append(Figure(f"{what}, {front}: router CPU", "ms", samples))
+            if not size:
+                of = tuple(wrong / none for wrong, none in zip(samples, nowhere[front], strict=True))
+                figures.append(Figure("  of what is not there", "x", of, "<= 1"))
     return figures
 
 
@@ -145,8 +152,20 @@ async def _by_grpc(port: int, key: str, number: int) -> None:
             ).code()
 
 
-async def _by_http(port: int, key: str, number: int) -> None:
-    head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 2\r\n"
+async def _nothing_by_grpc(port: int, _: str, number: int) -> None:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        call = channel.unary_unary("/baton.v1.InferenceService/Nothing")
+        for _number in range(number):
+            await call(b"").code()
+
+
+async def _nothing_by_http(port: int, key: str, number: int) -> None:
+    await _by_http(port, key, number, path="/v1/nothing")
+
+
+async def _by_http(port: int, key: str, number: int, path: str = "/v1/completions") -> None:
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 2\r\n"
     request = f"{head}authorization: Bearer {key}\r\n\r\n{{}}".encode()
     reader = writer = None
     for _ in range(number):

@@ -120,7 +120,7 @@ def add_tls(parser: argparse.ArgumentParser, *, names_server: bool) -> None:
     """Adds the flags of a command that may speak TLS. With `names_server` one is the name that the server is to have: a
     router's control port has its own."""
     helps = {
-        "ca": "PEM file with the CAs of the server's certificate: with it, TLS is spoken",
+        "ca": "PEM file with the CAs of the server's certificate, or system for those of this machine: TLS is spoken",
         "cert": "PEM file with a certificate to show, of an operator to a router's control port",
         "key": "PEM file with the private key of --tls-cert",
     }

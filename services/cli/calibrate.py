@@ -5,6 +5,7 @@ Without `--measure` it is what they have measured of themselves, with it what re
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import grpc
 from baton.v1 import control_pb2, types_pb2
 from baton_client import CallFailed
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control, parsed
-from services.cli.client import control, explain, tls_of
+from services.cli.client import async_inference, control, explain, tls_of
 from services.cli.sim_flags import check_writable, default_profile, tell
 from services.core.addresses import is_address
 from services.core.config import A_DURATION, duration, option
@@ -71,7 +72,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         workers = wait_for_both_roles(ask, arguments.timeout) if config.measure else ask()
     profile = profile_of(workers, config.cost_per_hour)
     if config.measure:
-        profile = _measured(profile, workers, config.measure, config.seconds)
+        profile = _measured(profile, workers, config, arguments)
     write_profile(out, profile)
     print(
         f"{out}: {profile.ms_per_prefill_token:.3g} ms a prompt token, {profile.ms_per_decode_step:.3g} ms a decode "
@@ -102,9 +103,12 @@ def wait_for_both_roles(
         sleep(_ASK_AGAIN_S)
 
 
-def _measured(known: WorkerProfile, workers: Sequence[Any], target: str, within_s: float) -> WorkerProfile:
+def _measured(
+    known: WorkerProfile, workers: Sequence[Any], config: CalibrateConfig, arguments: argparse.Namespace
+) -> WorkerProfile:
     from tqdm import tqdm
 
+    target, within_s = config.measure, config.seconds
     form = "{desc:<48}|{bar:20}| {n:.0f} of {total:.0f} s"
     try:
         with tqdm(total=within_s, bar_format=form, disable=None) as bar:
@@ -118,8 +122,8 @@ def _measured(known: WorkerProfile, workers: Sequence[Any], target: str, within_
                 bar.set_description_str(doing, refresh=False)
                 bar.update(min(elapsed_s, within_s) - bar.n)
 
-            return measured(known, workers, target, within_s, show)
+            return measured(known, workers, lambda: async_inference(target, arguments), within_s, show)
     except CallFailed as error:
         if error.code is grpc.StatusCode.UNIMPLEMENTED:
             raise ConfigError(f"--measure: {target} is not the router's port for clients (--port)") from error
-        raise explain(error, target) from error
+        raise explain(error, target, has_tls=bool(arguments.tls_ca)) from error

@@ -145,7 +145,8 @@ class Conversation:
         try:
             answer = self._answer()
         except CallFailed as error:
-            print(f"error: {printable(str(explain(error, self._arguments.target)))}", file=sys.stderr)
+            told = explain(error, self._arguments.target, has_tls=bool(self._arguments.tls_ca))
+            print(f"error: {printable(str(told))}", file=sys.stderr)
         if answer:
             self._add("assistant", answer)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from baton.v1 import control_pb2_grpc, inference_pb2
-from baton_client import ONCE, CallFailed, Client, Unavailable, from_rpc_error
+from baton_client import ONCE, AsyncClient, CallFailed, Client, Unavailable, from_rpc_error
 from services.core.addresses import bare_host, is_address, is_loopback
 from services.core.cluster_token import cluster_token, with_advice
 from services.core.errors import BatonError, ConfigError, InvalidKey
@@ -59,7 +60,15 @@ def tls_of(arguments: argparse.Namespace) -> Tls | None:
         raise ConfigError("--tls-ca is missing: nobody who answers could be trusted")
     from services.rpc.certificates import Certificates  # it takes its time, in each check of a container's health
 
-    return Tls(Certificates(cert, key, ca), getattr(arguments, "tls_server_name", ""))
+    return Tls(Certificates(cert, key, _ca_file(ca)), getattr(arguments, "tls_server_name", ""))
+
+
+def _ca_file(ca: str) -> str:
+    """Returns the file with the CAs that the flag names: gRPC brings CAs of its own, and does not know the system's."""
+    if ca != "system":
+        return ca
+    paths = ssl.get_default_verify_paths()
+    return paths.cafile or f"{paths.capath or '/etc/ssl/certs'}/ca-certificates.crt"
 
 
 @contextlib.contextmanager
@@ -90,13 +99,7 @@ def inference(target: str, tls: Tls | None = None) -> Iterator[Client]:
     the environment, if there is one.
     """
     _check(target)
-    key = os.environ.get(API_KEY, "").strip()
-    if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{API_KEY}: it is no API key")
-    metadata = credentials(key) if key else ()
-    shown = None if tls is None else tls.certificates.channel_credentials()
-    options: list[tuple[str, int | str]] = [*channel_options(), *name_options("" if tls is None else tls.server_name)]
-    with Client(target, credentials=shown, metadata=metadata, retry=ONCE, options=options) as client:
+    with Client(target, **_asking(tls)) as client:
         try:
             yield client
         except CallFailed as error:
@@ -105,9 +108,32 @@ def inference(target: str, tls: Tls | None = None) -> Iterator[Client]:
             raise explain(error, target, tls is not None) from error
 
 
+def async_inference(target: str, arguments: argparse.Namespace) -> AsyncClient:
+    """Returns a client of the router's port for clients at `HOST:PORT` that asks as `inference` does, by a command's
+    flags. Raises ConfigError."""
+    tls = tls_of(arguments)
+    if tls is None and not arguments.allow_plain_token and not is_loopback(bare_host(target)):
+        _demand_no_key(target)
+    return AsyncClient(target, **_asking(tls))
+
+
+def _asking(tls: Tls | None) -> dict[str, Any]:
+    """Returns what a client asks with. Raises ConfigError."""
+    key = os.environ.get(API_KEY, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{API_KEY}: it is no API key")
+    return {
+        "credentials": None if tls is None else tls.certificates.channel_credentials(),
+        "metadata": credentials(key) if key else (),
+        "retry": ONCE,
+        "options": [*channel_options(), *name_options("" if tls is None else tls.server_name)],
+    }
+
+
 @contextlib.contextmanager
 def control(target: str, token_file: str, tls: Tls | None = None) -> Iterator[ControlCall]:
-    """Yields `call(method name, request, timeout in seconds)` for the ControlService at a router's control port.
+    """Yields `call(method name, request, timeout in seconds)` for the ControlService at a router's control port, which
+    raises BatonError.
 
     Calls carry the cluster token, or with a certificate none if there is none here. Raises as `connect` does;
     ConfigError also without a token.
@@ -125,9 +151,9 @@ def control(target: str, token_file: str, tls: Tls | None = None) -> Iterator[Co
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     hint = "is this the router's control port (--control-port), and is the router running?"
                     raise BatonError(f"{target}: no answer within {timeout_s:g} s (--timeout); {hint}") from error
-                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                    raise
-                raise BatonError(f"{target}: this is not the router's control port (--control-port)") from error
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    raise BatonError(f"{target}: this is not the router's control port (--control-port)") from error
+                raise explain(from_rpc_error(error), target, tls is not None) from error
 
         yield call
 
@@ -141,7 +167,7 @@ def _token_metadata(token_file: str, *, may_lack: bool) -> tuple[tuple[str, str]
         return ()
 
 
-def explain(error: CallFailed, target: str, has_tls: bool = False) -> BatonError:
+def explain(error: CallFailed, target: str, has_tls: bool) -> BatonError:
     """Returns the failed call's error, in one line that has the target first, and the status code."""
     if isinstance(error, Unavailable) and not error.reason:  # the runtime's own words: nothing of Baton's has answered
         if hint := _hint_of_tls(error.message, has_tls):
@@ -152,7 +178,7 @@ def explain(error: CallFailed, target: str, has_tls: bool = False) -> BatonError
             hint = "the connection was lost; has the router been stopped? If it is back, ask again."
         return BatonError(f"{target}: {hint} {error}")
     if error.reason == InvalidKey.reason:
-        return BatonError(f"{target}: {error}; {API_KEY} must have the key of a tenant (baton keys new)")
+        return BatonError(f"{target}: {error}; {API_KEY} must have the key of a tenant (baton keys new NAME)")
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
         return BatonError(f"{target}: {with_advice(str(error))}")
     return BatonError(f"{target}: {error}")
@@ -160,13 +186,18 @@ def explain(error: CallFailed, target: str, has_tls: bool = False) -> BatonError
 
 def _demand_nothing_secret(arguments: argparse.Namespace) -> None:
     if hasattr(arguments, "cluster_token_file"):
-        secret = "the cluster token"
-    elif os.environ.get(API_KEY, "").strip():
-        secret = f"the key in {API_KEY}"
-    else:
-        return
-    raise ConfigError(
-        f"--target: {secret} would cross the network in the clear on its way to {printable(arguments.target)}: give "
+        raise _in_the_clear("the cluster token", arguments.target)
+    _demand_no_key(arguments.target)
+
+
+def _demand_no_key(target: str) -> None:
+    if os.environ.get(API_KEY, "").strip():
+        raise _in_the_clear(f"the key in {API_KEY}", target)
+
+
+def _in_the_clear(secret: str, target: str) -> ConfigError:
+    return ConfigError(
+        f"--target: {secret} would cross the network in the clear on its way to {printable(target)}: give "
         "--tls-ca, or --allow-plain-token if the network is private"
     )
 

@@ -1,42 +1,85 @@
-"""Runs `baton keys`: makes API keys, and says what a tenants file keeps of them.
+"""Runs `baton keys`: makes an API key and adds what a tenants file keeps of it, or says what it would keep of one.
 
-A key is shown once, on standard output, and written nowhere. Owns: what is printed. Never: the form of keys
-(`router/tenants/keys.py`), or which tenants there are: the file is edited by hand.
+A key is shown once, on standard output, and written nowhere. Owns: what is printed, and the file that is written.
+Never: the form of keys (`router/tenants/keys.py`), or where in the file an entry goes (`router/tenants/new_entry.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import getpass
-import json
+import os
+import pathlib
+import stat
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.cli.arguments import Parser
 from services.core.errors import ConfigError, InvalidKey
+from services.core.own_files import write_whole
+from services.core.printable import printable
 from services.router.tenants.keys import MOST_KEY_CHARS, key_of, new_key
+from services.router.tenants.new_entry import entry_of, with_key
 from services.router.tenants.tenant import ApiKey
-from services.router.tenants.tenants_file import expiry
+from services.router.tenants.tenants_file import expiry, tenant_name
+
+_FILE = "tenants.yaml"
 
 
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="API keys of tenants: makes one, or digests one for the tenants file.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="new|hash", parser_class=Parser)
-    new = actions.add_parser("new", help="make a key, and print it with its entry for the file (--tenants)")
+    new = actions.add_parser("new", help="make a key of a tenant, print it, and add its digest to the tenants file")
+    new.add_argument("name", metavar="NAME", help="the tenant, new or with keys already: all of them open")
+    new.add_argument(
+        "--tenants",
+        default=os.environ.get("BATON_TENANTS") or _FILE,
+        metavar="FILE",
+        help=f"the file, made if it is not there (default: {_FILE}) [BATON_TENANTS]",
+    )
     hash_ = actions.add_parser("hash", help="read a key from standard input, and print its entry for the file")
     for action in (new, hash_):
         action.add_argument("--expires", metavar="DATE", help="2027-01-31, or 2027-01-31T12:00:00Z (default: never)")
-        action.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
-    if arguments.expires is not None:
-        expiry(arguments.expires, "--expires")
-    key = new_key() if arguments.action == "new" else _read_key()
+    expires_unix_s = None if arguments.expires is None else expiry(arguments.expires, "--expires")
+    if arguments.action == "new":
+        _add(arguments, expires_unix_s)
+    else:
+        print("\n".join(_entry(_kept_of(_read_key()), arguments.expires)))
+    return 0
+
+
+def _add(arguments: argparse.Namespace, expires_unix_s: float | None) -> None:
+    key, name = new_key(), tenant_name(arguments.name, "NAME")
+    kept = replace(_kept_of(key), expires_unix_s=expires_unix_s)
+    path = pathlib.Path(arguments.tenants).resolve()  # a link stays one
+    origin = f"--tenants: {printable(str(path))}"
     try:
-        kept = key_of(key)
+        is_there = path.exists()
+        data = path.read_bytes() if is_there else b""
+        mode = stat.S_IMODE(path.stat().st_mode) if is_there else 0o600
+        write_whole(path, with_key(data, origin, name, kept, _entry(kept, arguments.expires)))
+        path.chmod(mode)
+    except OSError as error:
+        raise ConfigError(f"{origin}: {error.strerror}") from error
+    print(key)
+    print(
+        f"{printable(str(path))} keeps the SHA-256 of this key of {name}. The key is shown once: give it to whoever is "
+        "to use it.",
+        file=sys.stderr,
+    )
+
+
+def _entry(kept: ApiKey, expires: str | None) -> list[str]:
+    return entry_of(kept.key_id, kept.digest.hex(), expires)
+
+
+def _kept_of(key: str) -> ApiKey:
+    try:
+        return key_of(key)
     except InvalidKey as error:
         raise ConfigError(str(error)) from None
-    _print(arguments, key, kept)
-    return 0
 
 
 def _read_key() -> str:
@@ -45,19 +88,3 @@ def _read_key() -> str:
     if sys.stdin.isatty():
         return getpass.getpass("key: ").strip()
     return sys.stdin.readline(MOST_KEY_CHARS + 2).strip()
-
-
-def _print(arguments: argparse.Namespace, key: str, kept: ApiKey) -> None:
-    entry = {"id": kept.key_id, "sha256": kept.digest.hex()}
-    if arguments.expires is not None:
-        entry["expires"] = arguments.expires
-    is_new = arguments.action == "new"
-    if arguments.json:
-        print(json.dumps(({"key": key} if is_new else {}) | entry))
-        return
-    if is_new:
-        print(
-            f"{key}\n\n# Give the key to whoever is to use it: it is shown once. The tenants file keeps, under `keys:`"
-        )
-    lines = [f"{name}: {value}" for name, value in entry.items()]
-    print("- " + "\n  ".join(lines))

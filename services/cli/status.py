@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from baton.v1 import control_pb2
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.client import control, tls_of
-from services.cli.status_summary import WINDOW_S, last_minute, summary
+from services.cli.status_summary import WINDOW_S, http_base, last_minute, summary
 from services.cli.tables import clip, table
 from services.cli.top_feed import MOST_REQUESTS, RouterFeed
 from services.cli.worker_words import CLASSES, role_of
@@ -85,7 +85,7 @@ def text(target: str, status: dict[str, Any]) -> str:
     """Returns all of the status as text for people. `status` is a GetStatusResponse as plain data."""
     ready = "ready" if status["ready"] else "not ready"
     lines = [
-        f"router {target}{_http(target, status)}  pid {status['router_pid']}  {_models(status)}  {ready}",
+        f"router {target}{http_base(target, status)}  pid {status['router_pid']}  {_models(status)}  {ready}",
         "requests  "
         + "  ".join(f"{name} {status['num_' + name]}" for name in ("queued", "prefilling", "parked", "decoding")),
         "",
@@ -221,12 +221,6 @@ def _prefixes(status: dict[str, Any]) -> list[str]:
             f"({found['fixed_ms']:.1f} ms + {found['token_ms']:.3f} ms a token, {learnt})"
         )
     return lines
-
-
-def _http(target: str, status: dict[str, Any]) -> str:
-    """Returns where the router's HTTP is reached from here; empty without HTTP."""
-    host = target.rpartition(":")[0]
-    return f"  http://{host}:{status['http_port']}/v1" if status["http_port"] else ""
 
 
 def _row(status: dict[str, Any]) -> tuple[str, ...]:

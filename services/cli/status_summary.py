@@ -60,18 +60,24 @@ def last_minute(requests: Sequence[FollowedRequest], now: float, up_s: float, mo
     return LastMinute(seconds, prompt_tokens / seconds, output_tokens / seconds, sorted(ttft_ms))
 
 
+def http_base(target: str, status: dict[str, Any]) -> str:
+    """Returns where the router's HTTP is reached from here; empty without HTTP."""
+    scheme = "https" if status["has_http_tls"] else "http"
+    return f"  {scheme}://{target.rpartition(':')[0]}:{status['http_port']}/v1" if status["http_port"] else ""
+
+
 def summary(target: str, status: dict[str, Any], figures: LastMinute, wall_s: float) -> list[str]:
     """Returns the lines. `status` is a GetStatusResponse as plain data; `wall_s` is Unix time."""
     names = ", ".join(clip(model["model_id"]) for model in status["models"][:3]) or "no model"
-    http = f"  http://{target.rpartition(':')[0]}:{status['http_port']}/v1" if status["http_port"] else ""
     num, running = len(figures.ttft_ms), status["num_prefilling"] + status["num_decoding"]
     waiting = status["num_queued"] + status["num_parked"]
     rows = worker_rows(status, 0, {})[:_MOST_WORKERS]
     shown = [
         (row.worker_id, row.role, clip(row.reason or row.state), row.running, row.waiting, row.in_use) for row in rows
     ]
+    ready = "ready" if status["ready"] else "not ready"
     lines = [
-        f"{names}  {'ready' if status['ready'] else 'not ready'}{_up(status['up_ms'] / 1e3, wall_s)}{http}",
+        f"{names}  {ready}{_up(status['up_ms'] / 1e3, wall_s)}{http_base(target, status)}",
         f"requests   {running} running, {waiting} waiting",
         f"tokens/s   {figures.prompt_tokens_per_s:.1f} in, {figures.output_tokens_per_s:.1f} out  "
         f"(last {figures.seconds:.0f} s)",

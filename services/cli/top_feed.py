@@ -9,11 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import grpc
-
 from baton.v1 import control_pb2
-from baton_client import from_rpc_error
-from services.cli.client import ControlCall, explain
+from services.cli.client import ControlCall
 from services.cli.top_requests import FollowedRequest
 from services.core.errors import BatonError
 from services.core.token_pace import TokenPaces
@@ -77,10 +74,7 @@ class RouterFeed:
 
     def ask(self, method: str, request: Any) -> Any:
         """Returns the router's answer. Raises BatonError."""
-        try:
-            return self._call(method, request, self._timeout_s)
-        except grpc.RpcError as error:
-            raise explain(from_rpc_error(error), self.target) from error
+        return self._call(method, request, self._timeout_s)
 
     def _follow(self) -> None:
         answer = self._timelines(self._newest)

@@ -275,6 +275,7 @@ class Router:
         if self._http is not None:
             await self._http.start()
             self._control.http_port = self._http.port
+            self._control.has_http_tls = self._public_certificates is not None
         await self._control_server.set_ready(True, control.FULL_NAME, registry.FULL_NAME)
         self._tasks = [
             asyncio.create_task(self.catalogue.tick_forever(), name="tick"),

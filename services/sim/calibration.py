@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.v1 import types_pb2
+from baton_client import AsyncClient
 from services.core.errors import BatonError, ConfigError, NoWorker
 from services.kv.layout import token_bytes
 from services.sim.fitting import fitted
@@ -64,10 +65,15 @@ def profile_of(workers: Sequence[Any], cost_per_hour: float) -> WorkerProfile:
 
 
 def measured(
-    known: WorkerProfile, workers: Sequence[Any], target: str, within_s: float, tell: Callable[[str, float], None]
+    known: WorkerProfile,
+    workers: Sequence[Any],
+    dial: Callable[[], AsyncClient],
+    within_s: float,
+    tell: Callable[[str, float], None],
 ) -> WorkerProfile:
-    """Returns the profile that requests to the cluster show, which must do nothing else. `target` is its router's port
-    for clients. An interrupt ends the measurements, as the time does. Raises BatonError, and the client's errors."""
+    """Returns the profile that requests to the cluster show, which must do nothing else. `dial` gives a client of its
+    router's port for clients. An interrupt ends the measurements, as the time does. Raises BatonError, and the client's
+    errors."""
     own = [set(each.worker.roles) for each in workers]
     prefill, decode = types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE
     dedicated = any(len(roles) == 1 for roles in own)
@@ -79,7 +85,7 @@ def measured(
         raise BatonError(f"{model} has {vocab_size} tokens, too few to make up prompts of")
     timings = asyncio.run(
         probe(
-            target,
+            dial,
             model,
             context_tokens,
             vocab_size,

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2, types_pb2
-from baton_client import ONCE, AsyncClient
+from baton_client import AsyncClient
 from services.core.errors import BatonError
-from services.rpc.options import channel_options
 from services.sim.fitting import StepTimings
 from services.sim.trace import NUM_TOKEN_IDS, random_tokens
 
@@ -166,7 +165,7 @@ class Probe:
 
 
 async def probe(
-    target: str,
+    dial: Callable[[], AsyncClient],
     model: str,
     context_tokens: int,
     vocab_size: int,
@@ -180,10 +179,11 @@ async def probe(
     """Returns what is measured of the cluster behind a router's public port in that time, or until the task is
     cancelled. `beside` says that all workers are on one host.
 
-    `tell` hears each second what is measured, and for how long it has been at work. Raises the client's errors.
+    `dial` gives a client of it, on the event loop. `tell` hears each second what is measured, and for how long it has
+    been at work. Raises the client's errors.
     """
     timings = StepTimings({}, {}, beside_streams=_LONG_BATCH if beside else 0)
-    async with AsyncClient(target, retry=ONCE, options=channel_options()) as client:
+    async with dial() as client:
         probe = Probe(client, model, context_tokens, vocab_size, workers)
         telling = asyncio.create_task(_tell(probe, tell))
         try:

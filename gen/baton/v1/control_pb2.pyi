@@ -239,7 +239,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "models", "pairs", "http_port", "up_ms", "components", "port")
+    __slots__ = ("router_incarnation", "router_pid", "ready", "workers", "num_queued", "num_prefilling", "num_parked", "num_decoding", "models", "pairs", "http_port", "up_ms", "components", "port", "has_http_tls")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_PID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +254,7 @@ class GetStatusResponse(_message.Message):
     UP_MS_FIELD_NUMBER: _ClassVar[int]
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
+    HAS_HTTP_TLS_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     router_pid: int
     ready: bool
@@ -268,7 +269,8 @@ class GetStatusResponse(_message.Message):
     up_ms: int
     components: _containers.RepeatedCompositeFieldContainer[Component]
     port: int
-    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., http_port: _Optional[int] = ..., up_ms: _Optional[int] = ..., components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ..., port: _Optional[int] = ...) -> None: ...
+    has_http_tls: bool
+    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_parked: _Optional[int] = ..., num_decoding: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., http_port: _Optional[int] = ..., up_ms: _Optional[int] = ..., components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ..., port: _Optional[int] = ..., has_http_tls: _Optional[bool] = ...) -> None: ...
 
 class Component(_message.Message):
     __slots__ = ("name", "state", "reason")

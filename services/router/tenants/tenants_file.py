@@ -50,7 +50,7 @@ def read_tenants(data: bytes, origin: str) -> dict[str, Tenant]:
 
     Raises ConfigError, which begins with `origin` (the file) and the line, and names the field.
     """
-    file = _Fields(_read_yaml(data, origin), origin, "")
+    file = _Fields(node_of(data, origin), origin, "")
     field = file.demand("tenants")
     file.end()
     tenants, ids = dict[str, Tenant](), dict[str, str]()
@@ -59,6 +59,13 @@ def read_tenants(data: bytes, origin: str) -> dict[str, Tenant]:
     if not tenants:
         raise field.error("has no tenant: nobody could use the router")
     return tenants
+
+
+def tenant_name(text: str, flag: str) -> str:
+    """Returns the text if a tenant may have it as its name. Raises ConfigError, which begins with `flag`."""
+    if not _NAME.fullmatch(text):
+        raise ConfigError(f"{flag}: is {_quoted(text)}; a name {_A_NAME}")
+    return text
 
 
 def expiry(text: str, flag: str) -> float:
@@ -201,7 +208,8 @@ class _Fields:
         return f"{self._path}.{name}" if self._path else name
 
 
-def _read_yaml(data: bytes, origin: str) -> yaml.Node:
+def node_of(data: bytes, origin: str) -> yaml.Node:
+    """Returns what the file has, whatever it means, with the lines where it stands. Raises ConfigError."""
     if len(data) > MOST_BYTES:
         raise ConfigError(f"{origin}: it has more than {MOST_BYTES} bytes")
     try:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from baton_client import AsyncClient
+from services.cli import calibrate
 from services.cli.main import main
+from services.sim.profile import WorkerProfile
 from tests.support.certificates import written
 from tests.support.cluster import Cluster, running_cluster
+from tests.support.http_client import HTTP
 from tests.support.models import tiny_model
+from tests.support.patience import HANG_S
+from tests.support.trusted import CLUSTER_TOKEN
 from tests.support.workers import MIXED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -30,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(model: Path, folder: Path) -> AsyncIterator[Cluster]:
-    async with running_cluster(model, [MIXED], tls=folder) as cluster:
+    async with running_cluster(model, [MIXED], tls=folder, router=HTTP) as cluster:
         yield cluster
 
 
@@ -66,10 +73,31 @@ async def test_an_operators_certificate_needs_no_token(
 ) -> None:
     target = f"--target={cluster.router.control_address}"
     assert await baton("status", target, *shown(folder, "operator")) == 0
-    assert "w0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "w0" in out
+    assert f"https://127.0.0.1:{cluster.router.http_port}/v1" in out
     for name, file in files("operator").items():
         monkeypatch.setenv(f"BATON_TLS_{name.upper()}", str(folder / file))
     assert await baton("slo", target) == 0
+
+
+async def test_a_calibration_sends_its_requests_through_tls(
+    cluster: Cluster, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def measured(known: WorkerProfile, workers: Any, dial: Callable[[], AsyncClient], *_: Any) -> WorkerProfile:
+        async def ask() -> None:
+            async with dial() as client:
+                asked.extend(model.id for model in await client.list_models(timeout_s=HANG_S))
+
+        asyncio.run(ask())
+        return known
+
+    monkeypatch.setattr(calibrate, "measured", measured)
+    flags = [f"--target={cluster.router.control_address}", f"--measure={cluster.router.address}"]
+    assert await baton("calibrate", *flags, *shown(folder, "operator"), f"--out={tmp_path / 'profile.json'}") == 0
+    assert asked == ["tiny-llama"]
 
 
 async def test_a_prompt_goes_through_tls(
@@ -78,6 +106,8 @@ async def test_a_prompt_goes_through_tls(
     target = f"--target={cluster.router.address}"
     asked = ["--prompt", "The sea is", "--max-tokens", "3"]
     assert await baton("generate", target, *asked, f"--tls-ca={folder / 'ca.pem'}") == 0
+    monkeypatch.setenv("SSL_CERT_FILE", str(folder / "ca.pem"))  # OpenSSL's own variable
+    assert await baton("generate", target, *asked, "--tls-ca=system") == 0
     monkeypatch.setenv("BATON_TLS_CA", str(folder / "ca.pem"))
     async with asyncio.timeout(20):  # the router says so a moment after its worker is ready
         while await baton("health", target, "--service", "baton.v1.InferenceService") != 0:  # noqa: ASYNC110
@@ -92,10 +122,14 @@ async def test_who_may_not_is_told_why(
 ) -> None:
     other, target = written(tmp_path / "other"), f"--target={cluster.router.control_address}"
     mixed = [*shown(folder, "operator")[:1], *shown(other, "operator")[1:]]
+    token = tmp_path / "cluster-token"
+    token.touch(mode=0o600)
+    token.write_text(CLUSTER_TOKEN)
     for flags, told in (
         (shown(folder, "client"), "is for operator"),
         (shown(other, "operator"), "not of the CAs in --tls-ca"),
         (mixed, "asks for another certificate"),
+        ([*shown(folder, "operator")[:1], f"--cluster-token-file={token}"], "asks for another certificate"),
         (shown(folder, "operator")[:2], "--tls-key is missing"),
         (shown(folder, "operator")[1:], "--tls-ca is missing"),
     ):

@@ -37,7 +37,7 @@ class Cluster:
         try:
             yield self
         except CallFailed as error:
-            raise explain(error, target) from error
+            raise explain(error, target, has_tls=False) from error
 
     @contextlib.contextmanager
     def _cluster(self, model: str, *, stay: bool) -> Iterator[tuple[object, str]]:

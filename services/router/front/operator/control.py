@@ -41,13 +41,14 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self.port = 0
         self.http_port = 0
         """The router's HTTP port; 0 if it serves no HTTP."""
+        self.has_http_tls = False
 
     async def GetStatus(
         self, request: control_pb2.GetStatusRequest, context: CallContext
     ) -> control_pb2.GetStatusResponse:
         found = status(self._catalogue, self._clock.now())
         found.router_incarnation, found.router_pid = self._incarnation, os.getpid()
-        found.port, found.http_port = self.port, self.http_port
+        found.port, found.http_port, found.has_http_tls = self.port, self.http_port, self.has_http_tls
         found.up_ms = round((self._clock.now() - self._started_s) * 1000)
         found.components.extend(components_of(self._catalogue, found))
         found.pairs.extend(pair_status(worker, pair) for worker, pair in pairs(self._catalogue))
