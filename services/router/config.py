@@ -39,7 +39,7 @@ def objective_ms(value: float) -> bool:
     return 0 < value <= DAY_S * 1000
 
 
-def _objective(default_ms: float, help: str) -> Any:
+def _objective_option(default_ms: float, help: str) -> Any:
     return option(default_ms, help, check=objective_ms, must="must be positive, and at most a day")
 
 
@@ -161,14 +161,14 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
     silence_s: float = duration_option(2.0, "a worker silent this long is lost, seconds")
     register_s: float = duration_option(1.0, "how often workers register again, seconds")
     # Objectives.
-    slo_ttft_ms: float = _objective(500.0, "objective for the time to the first token, ms")
-    slo_tpot_ms: float = _objective(
+    slo_ttft_ms: float = _objective_option(500.0, "objective for the time to the first token, ms")
+    slo_tpot_ms: float = _objective_option(
         100.0, "objective for the mean time of a token after the first, ms, for baton slo, top and the console"
     )
-    slo_itl_ms: float = _objective(
+    slo_itl_ms: float = _objective_option(
         200.0, "objective for the longest time between two tokens of a request, ms, for baton slo, top and the console"
     )
-    slo_e2e_ms: float = _objective(5000.0, "objective for the time to the last token, ms")
+    slo_e2e_ms: float = _objective_option(5000.0, "objective for the time to the last token, ms")
     log_prompts: bool = option(
         False,
         "write prompts to the log, and show prompts and outputs in the console; else neither has text of clients",

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from services.core.errors import ConfigError
+from services.core.own_files import FOR_ALL, write_whole
 
 Points = tuple[tuple[float, float], ...]
 """Measured (size, milliseconds), by size. Between two of them values are on a straight line, and so they are beyond the
@@ -224,12 +225,10 @@ def read_profile(path: Path, name: str = "") -> WorkerProfile:
 
 def write_profile(path: Path, profile: WorkerProfile) -> None:
     """Writes the profile. What stands at `path` is replaced once the new one is whole. Raises OSError with `path`."""
-    beside = path.with_name(f".{path.name}.new")
+    text = json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n"
     try:
-        beside.write_text(json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n")
-        beside.replace(path)
+        write_whole(path, text.encode(), FOR_ALL)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -100,7 +100,7 @@ def test_a_fault_and_the_replay_after_it_are_told() -> None:
         ["prefill", "prefill-1", "51.0"],
     ]
     assert "! prefill on prefill-0, attempt 1: lost" in lines
-    assert "placed again 1 times" in lines
+    assert "placed again 1 time" in lines
     assert not any("first token" in line for line in lines), "what workers measured is not known yet"
 
 
