@@ -9,6 +9,7 @@ measured steps of many sizes, its points take the place of the fixed parts and o
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from services.core.errors import ConfigError
-from services.core.own_files import FOR_ALL, write_whole
 
 Points = tuple[tuple[float, float], ...]
 """Measured (size, milliseconds), by size. Between two of them values are on a straight line, and so they are beyond the
@@ -225,10 +225,15 @@ def read_profile(path: Path, name: str = "") -> WorkerProfile:
 
 def write_profile(path: Path, profile: WorkerProfile) -> None:
     """Writes the profile. What stands at `path` is replaced once the new one is whole. Raises OSError with `path`."""
-    text = json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n"
+    beside = path.with_name(f".{path.name}.new")
     try:
-        write_whole(path, text.encode(), FOR_ALL)
+        beside.unlink(missing_ok=True)
+        with beside.open("x") as file:  # which follows no link
+            file.write(json.dumps(dataclasses.asdict(profile), indent=1, allow_nan=False) + "\n")
+        beside.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -43,6 +43,7 @@ def keep_verdict(folder: Path) -> None:
 PLACES: list[tuple[Callable[[Path], None], str]] = [
     (pull, ".org--model.lock"),
     (keep_profile, "profile.json"),
+    (keep_profile, ".profile.json.new"),
     (keep_kernels, "kernels.so"),
     (keep_verdict, "w.verdicts"),
     (keep_kernels, f"copying-{os.getpid()}-kernels.so"),
