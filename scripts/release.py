@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 _VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 _IMAGES = {"cpu": (), "router": ("--target", "router")}
 """Tags of the images, with what the build is told beyond deploy/Dockerfile's defaults."""
+_FROM_ENVIRONMENT = ("--build-arg", "BASE_IMAGE", "--build-arg", "TORCH_INDEX")
+"""The build arguments that the environment may set, as for `docker compose build`."""
 _ALL = "baton-serving[worker,redis,s3,nixl]"
 
 
@@ -50,8 +53,8 @@ def _save_images(folder: Path) -> None:
         return
     for kind, options in _IMAGES.items():
         tag = f"baton:{_VERSION}-{kind}"
-        build = [docker, "build", "--file", "deploy/Dockerfile", "--tag", tag, *options, "."]
-        subprocess.run(build, cwd=ROOT, check=True)
+        build = [docker, "build", "--file", "deploy/Dockerfile", "--tag", tag, *_FROM_ENVIRONMENT, *options, "."]
+        subprocess.run(build, cwd=ROOT, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=True)
         archive = folder / f"baton-{_VERSION}-{kind}-image.tar.gz"
         with (
             subprocess.Popen([docker, "save", tag], stdout=subprocess.PIPE) as save,

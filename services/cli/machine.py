@@ -11,8 +11,7 @@ import sys
 import psutil
 
 from services.cli.plan import spread_devices
-
-_CGROUP = pathlib.Path("/sys/fs/cgroup")
+from services.core.container import CGROUP, memory_limit
 
 
 def usable_cores() -> list[int]:
@@ -20,23 +19,14 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def cpu_quota(cgroup: pathlib.Path = _CGROUP) -> float | None:
-    """Returns the CPU time that the container may use, in cores; None without a limit."""
-    words = _words(cgroup / "cpu.max")
-    if len(words) != 2 or words[0] == "max":
-        return None
-    return int(words[0]) / int(words[1])
-
-
-def memory_bytes(cgroup: pathlib.Path = _CGROUP) -> tuple[int, int]:
+def memory_bytes(cgroup: pathlib.Path = CGROUP) -> tuple[int, int]:
     """Returns (bytes available now, bytes in total) of the machine, or of the container where that is less."""
     memory = psutil.virtual_memory()
     available, total = int(memory.available), int(memory.total)
-    limit, used = _words(cgroup / "memory.max"), _words(cgroup / "memory.current")
-    if limit and used and limit[0] != "max":
-        available = min(available, max(0, int(limit[0]) - int(used[0])))
-        total = min(total, int(limit[0]))
-    return available, total
+    if (limit := memory_limit(cgroup)) is None:
+        return available, total
+    limit_bytes, used_bytes = limit
+    return min(available, max(0, limit_bytes - used_bytes)), min(total, limit_bytes)
 
 
 @functools.cache
@@ -60,10 +50,3 @@ def demand_device(device: str, python: str = "") -> None:
 def directory_bytes(path: pathlib.Path) -> int:
     """Returns the size of a model's weight files, in bytes."""
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-
-
-def _words(path: pathlib.Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:  # no cgroup v2, or the root group, which has no limits
-        return []

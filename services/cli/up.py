@@ -51,6 +51,7 @@ from services.cli.tables import size
 from services.core import config as configuration
 from services.core.addresses import bare_host, is_loopback
 from services.core.config import DEFAULT_PORT, option, port_option
+from services.core.container import cpu_quota
 from services.core.errors import ConfigError
 from services.core.listening import require_free
 from services.core.printable import printable
@@ -221,7 +222,7 @@ def _with_dtype(config: UpConfig, model: ResolvedModel, output: ClusterOutput) -
 def make_plan(config: UpConfig, roles: Sequence[str], model: ResolvedModel) -> ClusterPlan:
     """Returns the plan that divides this machine, as it is now, among the router and workers of these roles."""
     metrics_ports, http_port, control_port = _plan_ports(config, roles)
-    shares = divide_cores(machine.usable_cores(), len(roles), threads=config.threads or None, quota=machine.cpu_quota())
+    shares = divide_cores(machine.usable_cores(), len(roles), threads=config.threads or None, quota=cpu_quota())
     workers = [
         PlannedWorker(
             f"{role}-{roles[:index].count(role)}", role, metrics_ports[1 + index], shares[index], device, memory

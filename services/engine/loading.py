@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from services.core.config import demand_kv_dtype
+from services.core.container import CGROUP, memory_limit
 from services.core.errors import ConfigError
 from services.core.start_progress import StartProgress, TellProgress, tell_nobody
 from services.engine.attention import choice
@@ -152,7 +153,7 @@ def _num_blocks(config: EngineConfig, device: torch.device, shape: KVShape, weig
         return config.num_blocks
     share = config.memory_utilization
     if device.type == "cpu":
-        total = _host_bytes()
+        total = host_bytes()
         share = _HOST_SHARE if share is None else share
     else:
         total = torch.cuda.get_device_properties(device).total_memory
@@ -166,11 +167,7 @@ def _num_blocks(config: EngineConfig, device: torch.device, shape: KVShape, weig
     return num_blocks
 
 
-def _host_bytes() -> int:
+def host_bytes(cgroup: Path = CGROUP) -> int:
     """Returns the bytes of memory of the machine, or of the container if it has less."""
-    total = psutil.virtual_memory().total
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+    total: int = psutil.virtual_memory().total
+    return total if (limit := memory_limit(cgroup)) is None else min(total, limit[0])

@@ -200,19 +200,6 @@ def test_more_memory_for_tiers_and_stores_than_there_is_is_refused(
             plan(**too_much)
 
 
-def test_a_plan_stays_within_the_limits_of_its_container(tmp_path: pathlib.Path) -> None:
-    assert machine.cpu_quota(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert machine.cpu_quota(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert machine.cpu_quota(tmp_path) == 1.5
-    (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("2000\n")
-    assert machine.memory_bytes(tmp_path) == (3000, 5000)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.memory_bytes(tmp_path)[0] > 3000
-
-
 def test_plan_of_a_cluster() -> None:
     config = UpConfig(prefill=2, decode=1, port=0, metrics_port=7000, kv_blocks=64, dtype="bfloat16", transport="grpc")
     plan = make_plan(config, ["prefill", "prefill", "decode"], ResolvedModel("m", pathlib.Path("/m")))
