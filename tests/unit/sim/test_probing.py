@@ -64,14 +64,13 @@ class Measured(Answers):
             yield response
 
 
-async def test_what_was_measured_is_kept_when_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_measured_is_kept_when_it_is_ended() -> None:
     """Ended in the middle of the streams: the prompts before them are known, and the streams that were over."""
     client = Measured(2 + 8 + 1)
-    monkeypatch.setattr(probing, "AsyncClient", lambda *_, **__: client)
     told: list[str] = []
     measuring = asyncio.create_task(
         probing.probe(
-            *("host:1", "m", 2048, 1000, (1, 1)),
+            *(lambda: client, "m", 2048, 1000, (1, 1)),
             handed_over=True,
             beside=True,
             within_s=HANG_S,
