@@ -2,7 +2,7 @@
 (404; over gRPC, UNIMPLEMENTED), and what callers with a key notice of 10,000 a minute.
 
 Router, workers without an engine, and those who send wrong keys are a process each; who has a key is this one. Wrong
-keys come over either front on many connections, since a peer that sends many is answered late. Latencies are taken in
+keys come over either front on many connections. Latencies are taken in
 turns without and with them, so that what else the machine does falls on both.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.settings import setting
 from services.router.tenants.keys import key_of, new_key
 
 _LANES = 160
-"""Connections of those who send wrong keys: more than the router answers late at once."""
+"""Connections of those who send wrong keys."""
 _SIZES = {"a key of the right form": 0, "a key of 7 KB": 7_000, "a key of 60 KB": 60_000, "a key of 1 MB": 1 << 20}
 _MOST_GRPC = 8_000
 

@@ -62,12 +62,6 @@ class InvalidKey(BatonError):
     reason = "INVALID_API_KEY"
 
 
-class TooManyWrongKeys(InvalidKey):
-    """The caller has no valid API key, as many calls of its address before."""
-
-    reason = "TOO_MANY_WRONG_KEYS"
-
-
 class ModelNotAllowed(BatonError):
     """The caller's tenant may not use this model, whether it is served or not."""
 

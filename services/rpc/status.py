@@ -33,7 +33,6 @@ CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     errors.MalformedMessage: _Code.INVALID_ARGUMENT,
     errors.Unauthenticated: _Code.UNAUTHENTICATED,
     errors.InvalidKey: _Code.UNAUTHENTICATED,
-    errors.TooManyWrongKeys: _Code.RESOURCE_EXHAUSTED,
     errors.ModelNotAllowed: _Code.PERMISSION_DENIED,
     errors.MessageTooLarge: _Code.RESOURCE_EXHAUSTED,
     errors.UnknownModel: _Code.NOT_FOUND,
@@ -74,7 +73,7 @@ _BY_CODE: dict[int, type[errors.BatonError]] = {
 _BY_REASON = {leaf.reason: leaf for leaf in CODES}
 _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 _RETRYABLE = (
-    *(errors.Overloaded, errors.QuotaExceeded, errors.TooManyWrongKeys),
+    *(errors.Overloaded, errors.QuotaExceeded),
     *(errors.NoWorker, errors.Draining, errors.WorkerFailed),
 )
 

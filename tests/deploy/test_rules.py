@@ -45,7 +45,7 @@ def test_errors_are_all_outcomes_but_a_clients_own() -> None:
     """Each new reason must be decided about: here, and in services/router/telemetry/slo.py."""
     ours = {kind.reason.lower() for kind in CODES} - set(slo_rules.NO_ERROR.split("|"))
     assert ours >= {"overloaded", "no_worker", "draining", "worker_failed", "step_failed", "config"}
-    assert not ours & {"cancelled", "deadline_exceeded", "invalid_parameter", "unknown_model", "too_many_wrong_keys"}
+    assert not ours & {"cancelled", "deadline_exceeded", "invalid_parameter", "unknown_model"}
     assert "context_length_exceeded" not in ours
 
 

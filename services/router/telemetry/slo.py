@@ -26,14 +26,13 @@ from services.core.errors import (
     MessageTooLarge,
     ModelNotAllowed,
     QuotaExceeded,
-    TooManyWrongKeys,
     UnknownModel,
 )
 from services.router.coordinator.events import FinishReason
 
 UNFIT = (
     *(InvalidRequest, ContextLengthExceeded, ConstraintUnsatisfied, MalformedMessage, MessageTooLarge),
-    *(UnknownModel, InvalidKey, TooManyWrongKeys, ModelNotAllowed, QuotaExceeded),
+    *(UnknownModel, InvalidKey, ModelNotAllowed, QuotaExceeded),
 )
 ENDED_BY_CLIENT = (Cancelled, DeadlineExceeded)
 SUCCEEDED = frozenset(reason.value for reason in FinishReason)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import stat
 import time
@@ -18,13 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from services.core.clock import Clock
-from services.core.errors import ConfigError, InvalidKey, TooManyWrongKeys
+from services.core.errors import ConfigError, InvalidKey
 from services.core.file_stamps import FileStamp, stamp_of
 from services.core.printable import printable
 from services.router.tenants.keys import KeyRing
 from services.router.tenants.tenant import OPEN, Quota, Tenant
 from services.router.tenants.tenants_file import MOST_BYTES, read_tenants
-from services.router.tenants.wrong_keys import WrongKeys
 from services.rpc.authentication import RefusalLog
 
 log = logging.getLogger(__name__)
@@ -36,11 +34,6 @@ written."""
 
 MOST_ROUTERS = 64
 """The most routers that a worker has sessions with."""
-HOLD_S = 1.0
-"""How long a refusal is held back of a peer that has sent many wrong keys. Who tries one after the other on a
-connection is slowed to that."""
-MOST_HELD = 128
-"""How many refusals are held back at once; what comes beyond them is told at once, since to hold takes memory."""
 
 
 @dataclass(slots=True)
@@ -105,9 +98,6 @@ class Gate:
         self._poll_s = poll_s
         self._refusals = RefusalLog(log)
         self._num_routers = 1
-        self._wrong_keys = WrongKeys()
-        self._num_held = 0
-        """Refusals of peers that have sent many wrong keys, which are told later."""
         self._quotas: dict[str, Quota] = {}
         """The quotas of tenants that have had a request, by name."""
         self._asked = asyncio.Event()
@@ -133,26 +123,9 @@ class Gate:
             raise InvalidKey("several authorizations were given; there may be one")
         return self._keys.tenant_of(authorization[0] if authorization else "", self._wall_s())
 
-    async def refusal(self, error: InvalidKey, method: str, peer: str) -> InvalidKey:
-        """Returns what a peer is told whose call was refused with that error, and when: at once, or, after many wrong
-        keys of it, somewhat later, to come later still. Writes a line to the log, once a second at most.
-
-        `peer` is an address, as `network_of` gives it.
-        """
+    def log_refusal(self, error: InvalidKey, method: str, peer: str) -> None:
+        """Writes a line to the log, once a second at most."""
         self._refusals.log_refusal(peer or "an unknown peer", method, str(error))
-        wait_s = self._wrong_keys.count(peer, self._clock.now())
-        if not wait_s:
-            return error
-        if self._num_held < MOST_HELD:
-            self._num_held += 1
-            try:
-                await asyncio.sleep(HOLD_S)
-            finally:
-                self._num_held -= 1
-        return TooManyWrongKeys(
-            f"{error}; so were many keys from this address before: change it, or wait",
-            retry_after_s=float(math.ceil(wait_s)),
-        )
 
     @contextlib.contextmanager
     def party(self, tenant: Tenant, num_requests: int) -> Iterator[Party]:

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import grpc
 
 from services.core.addresses import bare_host, network_of
-from services.core.errors import InvalidKey, TooManyWrongKeys
+from services.core.errors import InvalidKey
 from services.core.printable import printable
 from services.router.tenants.gate import Gate
 from services.router.tenants.tenant import Tenant
@@ -50,19 +50,17 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         error.__traceback__ = None  # its frames have the call's metadata
 
         async def refuse(requests: Any, context: CallContext) -> None:
-            told = await self._gate.refusal(error, printable(method[:64]), _address(context.peer()))
-            status.end_as(context, _parts(str(told), told.retry_after_s))
+            self._gate.log_refusal(error, printable(method[:64]), _address(context.peer()))
+            status.end_as(context, _parts(str(error)))
 
         refuses: Handler = grpc.stream_stream_rpc_method_handler(refuse)  # it can end every kind of RPC
         return refuses
 
 
 @functools.lru_cache(maxsize=64)
-def _parts(message: str, retry_after_s: float | None) -> status.StatusParts:
+def _parts(message: str) -> status.StatusParts:
     """Returns what a refusal is sent as. There are few messages, and a flood of calls that need them."""
-    if retry_after_s is None:
-        return status.status_parts(InvalidKey(message))
-    return status.status_parts(TooManyWrongKeys(message, retry_after_s=retry_after_s))
+    return status.status_parts(InvalidKey(message))
 
 
 def _address(peer: str) -> str:

@@ -168,12 +168,12 @@ class _Small:
         """When the parts of the cluster were looked at last, and how they were."""
 
     async def models(self, request: Request) -> Response:
-        tenant = await caller_of(self._gate, request.scope)
+        tenant = caller_of(self._gate, request.scope)
         models = [_model(model) for model in self._catalogue.all() if tenant.may_use(model.model_id)]
         return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
-        tenant = await caller_of(self._gate, request.scope)
+        tenant = caller_of(self._gate, request.scope)
         return JSONResponse(_model(self._catalogue.get(request.path_params["model"], tenant)))
 
     async def health(self, request: Request) -> Response:

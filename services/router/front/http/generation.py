@@ -149,14 +149,14 @@ _NUMBER = re.compile(r"[0-9]{1,64}(\.[0-9]{0,64})?([eE][+-]?[0-9]{1,4})?", re.AS
 """Python's float would also accept underscores, signs, blanks and words."""
 
 
-async def caller_of(gate: Gate, scope: Scope) -> Tenant:
+def caller_of(gate: Gate, scope: Scope) -> Tenant:
     """Returns the tenant whose key the request has. Raises InvalidKey."""
     try:
         return gate.tenant_of(Headers(scope=scope).getlist("authorization"))
     except InvalidKey as error:
         client = scope.get("client")
-        told = await gate.refusal(error, printable(scope["path"][:64]), network_of(client[0]) if client else "")
-        raise told from None
+        gate.log_refusal(error, printable(scope["path"][:64]), network_of(client[0]) if client else "")
+        raise
 
 
 ReadCall = Callable[[Body, TokenTexts], EndpointCall]
@@ -195,13 +195,13 @@ class Generation:
         try:
             with contextlib.ExitStack() as charges:
                 with self._intake.refusals():
-                    tenant = await caller_of(self._gate, scope)
+                    tenant = caller_of(self._gate, scope)
                 caller = Caller(tenant, headers.get("traceparent", ""), front="http")
                 with self._intake.refusals(caller=caller, request_id=request_id):
                     timeout_s = _timeout_s(headers)
                     with self._gate.arrival(tenant):
                         model, call = await self._read(receive, headers, tenant, request_id, charges)
-                    tenant = await caller_of(self._gate, scope)  # again: the body may have come slowly
+                    tenant = caller_of(self._gate, scope)  # again: the body may have come slowly
                     caller = replace(caller, tenant=tenant)
                     together = None
                     if (num_prompts := len(call.prompts)) > 1:

@@ -48,7 +48,6 @@ KINDS: dict[type[errors.BatonError], Kind] = {
     errors.UnknownRequest: Kind(404, _INVALID),
     # As OpenAI answers: its clients look for these types and codes.
     errors.InvalidKey: Kind(401, _INVALID, "invalid_api_key"),
-    errors.TooManyWrongKeys: Kind(429, _INVALID, "invalid_api_key"),
     errors.ModelNotAllowed: Kind(403, _INVALID, "model_not_found"),
     errors.QuotaExceeded: Kind(429, "requests", "rate_limit_exceeded"),
     errors.Overloaded: Kind(429, "rate_limit_error"),

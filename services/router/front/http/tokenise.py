@@ -117,7 +117,7 @@ class Tokenisation:
             await reply.failed(refusal)
             return
         try:
-            tenant = await caller_of(self._gate, scope)
+            tenant = caller_of(self._gate, scope)
             with self._gate.visit(tenant), self._budget.charge() as charge:
                 body = await read_body(receive, headers, self._limits, charge)
                 model = self._catalogue.get(body.text("model"), tenant)
