@@ -60,8 +60,8 @@ class _Request:
 
 
 _WHOLE = "FullAttentionSpec"
-"""VLLM's name of the only kind of KV cache that is handed over. Of other kinds, windows of attention among them, it drops
-blocks of a running sequence, and names block 0 in the place of those that a prefix in its cache has no more."""
+"""VLLM's name of the only kind of KV cache that is handed over. Of other kinds, windows of attention among them, it
+drops blocks of a running sequence, and names block 0 in the place of those that a prefix in its cache has no more."""
 _WITHIN_WINDOW = "--engine-arg disable_sliding_window=true has a model whose attention has a window stay within it"
 _LOAD_S = 0.004
 """Seconds for which blocks are loaded beside a step that computes: a tenth of a step on two cores of a CPU."""
