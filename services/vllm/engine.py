@@ -446,8 +446,6 @@ class VllmEngine(PoolFace):
         return [Progress(run.sequence.seq_id, num_final, self._clock.now())]
 
     def _output(self, run: _Run, token_ids: list[int], finished: str | None) -> list[SequenceEvent]:
-        if run.is_over:
-            return []
         run.untold.extend(token_ids)
         events = self._tell(run)
         if finished and not run.is_over and not run.untold:
