@@ -1,6 +1,6 @@
 """Has what `services.vllm.inside` imports of vLLM, where there is no vLLM: bases that do nothing, under vLLM's names.
 
-So the connector is tested where vLLM is not installed, as vLLM 0.32 calls it: `connector_module` imports it over these.
+So the connector and the sampler are tested where vLLM is not installed, as vLLM 0.32 calls them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-_INSIDE = "services.vllm.inside.connector"
+_INSIDE = "services.vllm.inside"
 
 
 class Role(Enum):
@@ -45,6 +45,11 @@ class TransferResults:
     failed_recving: set[str] = field(default_factory=set)
 
 
+class MoveDirectionality(Enum):
+    UNIDIRECTIONAL = 0
+    SWAP = 1
+
+
 def _modules() -> dict[str, ModuleType]:
     contents: dict[str, dict[str, Any]] = {
         _BASE: {
@@ -58,6 +63,10 @@ def _modules() -> dict[str, ModuleType]:
             "get_layers_from_vllm_config": lambda config, kind: {},
         },
         "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": object},
+        "vllm.v1.sample.logits_processor.interface": {
+            "LogitsProcessor": object,
+            "MoveDirectionality": MoveDirectionality,
+        },
         "vllm.platforms": {"current_platform": SimpleNamespace(get_device_name=lambda: "none")},
     }
     modules = {}
@@ -71,12 +80,12 @@ def _modules() -> dict[str, ModuleType]:
 
 
 @contextmanager
-def connector_module() -> Iterator[Any]:
-    """Yields `services.vllm.inside.connector`, which has this package instead of vLLM."""
+def inside(name: str) -> Iterator[Any]:
+    """Yields a module of `services.vllm.inside`, which has this package instead of vLLM."""
     modules = _modules()
     sys.modules.update(modules)
     try:
-        yield importlib.import_module(_INSIDE)
+        yield importlib.import_module(f"{_INSIDE}.{name}")
     finally:
-        for name in [*modules, _INSIDE]:
-            sys.modules.pop(name, None)
+        for path in [*modules, f"{_INSIDE}.connector", f"{_INSIDE}.sampling"]:
+            sys.modules.pop(path, None)

@@ -13,7 +13,7 @@ import torch
 
 from services.vllm import messages
 from services.vllm.messages import JsonMessage
-from tests.support.fake_vllm_package import Role, connector_module
+from tests.support.fake_vllm_package import Role, inside
 
 BLOCK, NUM_BLOCKS, NUM_SLOTS = 4, 16, 12
 LAYERS = "layer.0", "layer.1"
@@ -59,7 +59,7 @@ class Link:
 
 @pytest.fixture(scope="module")
 def module() -> Iterator[Any]:
-    with connector_module() as module:
+    with inside("connector") as module:
         module.Link = Link
         yield module
 
