@@ -120,5 +120,4 @@ def _facts(num_ranks: int) -> JsonMessage:
         "sharding": [num_ranks, 1],
         "quantization": "none",
         "changed": [],
-        "device": "cpu",
     }
