@@ -69,7 +69,7 @@ def _modules() -> dict[str, ModuleType]:
         },
         "vllm.platforms": {"current_platform": SimpleNamespace(get_device_name=lambda: "none")},
     }
-    modules = {}
+    modules: dict[str, ModuleType] = {}
     for name, attributes in contents.items():
         parts = name.split(".")
         for end in range(1, len(parts) + 1):

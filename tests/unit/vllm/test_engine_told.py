@@ -111,7 +111,8 @@ class Scheduler:
         request = self._requests[seq_id]
         if self._randomness.random() < 0.03:
             self._begun[seq_id] = 0
-            return self._step(preempted=[seq_id])
+            self._step(preempted=[seq_id])
+            return
         tokens, kv = request["tokens"], request["kv"]
         self._begun[seq_id] = min(self._begun[seq_id] + self._randomness.choice([BLOCK, 30, 90]), len(tokens))
         num_saved = min(self._begun[seq_id], kv["num_exported"])
@@ -121,7 +122,6 @@ class Scheduler:
                 self._vllm.tell(rank, messages.SAVED, id=seq_id, num_tokens=whole)
         if self._begun[seq_id] == len(tokens):
             self._sample(seq_id, request)
-        return None
 
     def _sample(self, seq_id: int, request: JsonMessage) -> None:
         num_answers = 1 + len(request["sampling"]["further"])
