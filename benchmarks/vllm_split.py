@@ -379,6 +379,10 @@ _UNITS = {
 }
 
 
+_TARGETS = {"exposed transfer, of end to end": "at most 1", "requests lost": "0", "blocks held afterwards": "0"}
+"""Of Baton's sides."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", type=Path, required=True)
@@ -411,7 +415,7 @@ def main() -> None:
                     for what, value in measure(side, number).items():
                         samples.setdefault(side.name, {}).setdefault(what, []).append(value)
         result.show(
-            Figure(f"{side}: {what}", _UNITS[what], tuple(values))
+            Figure(f"{side}: {what}", _UNITS[what], tuple(values), _TARGETS.get(what, "") if "Baton" in side else "")
             for side, found in samples.items()
             for what, values in found.items()
         )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.core.clock import MonotonicClock
+from services.core.clock import Clock, MonotonicClock
 from services.core.errors import InvalidRequest, Overloaded, StepFailed, UnsupportedModel
 from services.core.hashing import BlockHash, num_blocks_for
 from services.core.start_progress import StartProgress, TellProgress, tell_nobody
@@ -113,7 +113,7 @@ class _Run:
 class VllmEngine(PoolFace):
     """Implements `WorkerEngine`. Its thread is the one that reads what vLLM's processes tell."""
 
-    def __init__(self, config: EngineConfig, vllm: VllmStart) -> None:
+    def __init__(self, config: EngineConfig, vllm: VllmStart, clock: Clock | None = None) -> None:
         assert vllm.memory is not None
         assert vllm.front is not None
         memory, facts = vllm.memory, vllm.facts
@@ -131,7 +131,7 @@ class VllmEngine(PoolFace):
         self._runs: dict[int, _Run] = {}
         self._figures: JsonMessage = {"usage": 0.0, "queried": 0, "hit": 0, "preempted": 0}
         self._report: OnStep | None = None
-        self._clock = MonotonicClock()
+        self._clock = clock or MonotonicClock()
         self._told_s = 0.0
         """When vLLM last told of a step that began, or of what one brought; or when it got something to do."""
         self._max_leased = memory.num_blocks // 2 if config.limit_leased_blocks else memory.num_blocks
@@ -252,9 +252,8 @@ class VllmEngine(PoolFace):
         model, tally = self._vllm.costs, self.tally
         costs = model.at(self._clock.now())
         with self._lock:
-            runs = [run for run in self._runs.values() if not run.is_over]
             return EngineStats(
-                num_running=len(runs),
+                num_running=sum(not run.is_over for run in self._runs.values()),
                 num_waiting=len(self._waiting),
                 queued_prefill_tokens=sum(len(each.token_ids) for each in self._waiting.values()),
                 ledger=self._pool.ledger(),
@@ -268,7 +267,8 @@ class VllmEngine(PoolFace):
                 tokens_per_prefill_step=costs.tokens_per_prefill_step,
                 prefill_step=tally.prefill_step,
                 decode_step=tally.decode_step,
-                current_step_ms=(self._clock.now() - self._told_s) * 1e3 if runs else 0.0,
+                # Of those that are over too: a step that stands still keeps their slots, for which others may wait.
+                current_step_ms=(self._clock.now() - self._told_s) * 1e3 if self._runs else 0.0,
                 num_steps=tally.num_steps,
                 num_tokens=tally.num_tokens,
                 consecutive_step_failures=0,
@@ -446,8 +446,6 @@ class VllmEngine(PoolFace):
         return [Progress(run.sequence.seq_id, num_final, self._clock.now())]
 
     def _output(self, run: _Run, token_ids: list[int], finished: str | None) -> list[SequenceEvent]:
-        if run.is_over:
-            return []
         run.untold.extend(token_ids)
         events = self._tell(run)
         if finished and not run.is_over and not run.untold:

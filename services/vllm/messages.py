@@ -46,11 +46,6 @@ class Lines:
     def __init__(self) -> None:
         self._rest = bytearray()
 
-    @property
-    def num_incomplete(self) -> int:
-        """Returns the bytes of the message that is not complete yet."""
-        return len(self._rest)
-
     def feed(self, data: bytes) -> Iterator[JsonMessage]:
         """Yields the messages that are complete with `data`. Raises ValueError for what is no JSON object."""
         self._rest += data

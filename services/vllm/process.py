@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import selectors
 import shutil
 import signal
@@ -37,8 +36,6 @@ SILENT_S = 3.0
 """How long nothing is read from a process of vLLM before it counts as standing still, in seconds."""
 _LOADING_SILENT_S = 120.0
 """The same while it loads: imports and compilers keep the interpreter's lock."""
-_HELLO_BYTES = 4096
-"""The first message has fewer."""
 _PIECE_BYTES = 1 << 18
 _STOP_S = 5.0
 _SHORT = "/tmp"
@@ -89,7 +86,6 @@ class EngineProcess:
     def __init__(self, python: Path, arguments: JsonMessage, environment: Mapping[str, str]) -> None:
         """`arguments` are those of `services.vllm.inside.main`."""
         self.folder = _private_folder()
-        self._key = secrets.token_hex(16)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"{self.folder}/worker")
         self._listener.listen(64)
@@ -128,7 +124,6 @@ class EngineProcess:
                 **environment,
                 "PYTHONPATH": path_to_baton(self.folder),
                 "PYTHONSAFEPATH": "1",  # else a folder named vllm where the worker was started would be taken
-                "BATON_VLLM_KEY": self._key,
                 "VLLM_RPC_BASE_PATH": self.folder,
                 "TMPDIR": self.folder,
             },
@@ -224,10 +219,10 @@ class EngineProcess:
         if self._wake_read in keys:
             self._wake_read.recv(4096)
         if any(peer.connection in keys for peer in self.peers):
-            self._early += [(peer, message) for peer in list(self.peers) for message in self._read(peer)]
+            self._early += [(peer, message) for peer in self.peers for message in self._read(peer)]
         if self._ended:  # the one above it, whose end was the cause, can be a moment longer in ending
             time.sleep(_CAUSE_S)
-            self._early += [(peer, message) for peer in list(self.peers) for message in self._read(peer)]
+            self._early += [(peer, message) for peer in self.peers for message in self._read(peer)]
         if self._listener in keys:
             self._accept()
         self._early.sort(key=_sent_s)
@@ -245,7 +240,7 @@ class EngineProcess:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, peer: VllmProcess) -> list[JsonMessage]:
-        """Returns what a process of vLLM has sent. A stranger who says anything but HELLO is cut off."""
+        """Returns what a process of vLLM has sent."""
         arrived: list[JsonMessage] = []
         while True:
             try:
@@ -260,39 +255,24 @@ class EngineProcess:
             peer.heard_s = time.monotonic()
             try:
                 for message in peer.lines.feed(data):
-                    if not peer.who:
-                        self._greet(peer, message)
-                    elif message["kind"] == messages.BROKEN:
-                        self._why_broken = f"{peer}: {message['error']}"
-                    elif message["kind"] != messages.BEAT:
-                        arrived.append(message)
-                if not peer.who and peer.lines.num_incomplete > _HELLO_BYTES:
-                    raise ValueError("this is no hello")
+                    match message["kind"]:
+                        case messages.HELLO:
+                            peer.who, peer.rank, peer.pid = message["who"], message["rank"], message["pid"]
+                        case messages.BROKEN:
+                            self._why_broken = f"{peer}: {message['error']}"
+                        case messages.BEAT:
+                            pass
+                        case _:
+                            arrived.append(message)
             except Exception as error:
-                if peer.who:
-                    raise ValueError(f"{peer} has sent what makes no sense: {error!r}") from error
-                self._cut_off(peer)
-                break
+                raise ValueError(f"{peer} has sent what makes no sense: {error!r}") from error
             if len(data) < _PIECE_BYTES:
                 break
         return arrived
 
-    def _greet(self, peer: VllmProcess, message: JsonMessage) -> None:
-        if message["kind"] != messages.HELLO or not secrets.compare_digest(message["key"], self._key):
-            raise PermissionError("it is none of vLLM's processes")
-        peer.who, peer.rank, peer.pid = message["who"], message["rank"], message["pid"]
-
     def _has_ended(self, peer: VllmProcess) -> None:
-        if not peer.who:
-            self._cut_off(peer)
-        elif peer not in self._ended:
+        if peer not in self._ended:
             self._ended.append(peer)
-
-    def _cut_off(self, peer: VllmProcess) -> None:
-        logger.warning("something else than vLLM's processes has connected to their socket")
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
-        self.peers.remove(peer)
 
     def _write(self) -> None:
         for peer in self.peers:
@@ -332,11 +312,9 @@ class EngineProcess:
                 peer.heard_s = now
         if not _stands_still(self.keeper_pid):
             self._keeper_ran_s = now
-        silent = [str(peer) for peer in self.peers if peer.who and now - peer.heard_s > self._silent_s]
+        silent = [str(peer) for peer in self.peers if now - peer.heard_s > self._silent_s]
         if now - self._keeper_ran_s > SILENT_S:
             silent.append(f"vLLM's keeper (pid {self.keeper_pid})")
-        for stranger in [each for each in self.peers if not each.who and now - each.heard_s > _LOADING_SILENT_S]:
-            self._cut_off(stranger)
         return f"{silent[0]} stands still: nothing was heard of it for {self._silent_s:g} s" if silent else ""
 
 

@@ -172,8 +172,6 @@ class Core:
         self._front.send(
             {
                 "kind": messages.FIGURES,
-                "running": len(self._running),
-                "waiting": len(self._waiting),
                 "usage": 1 - len(self._free) / self._num_blocks,
                 "queried": 0,
                 "hit": 0,

@@ -157,7 +157,6 @@ def facts(engine: dict[str, Any]) -> JsonMessage:
         "sharding": [engine.get("tensor_parallel_size", 1), 1],
         "quantization": "none",
         "changed": [engine.get("hf_overrides", {}), "auto"],
-        "device": "cpu",
     }
 
 

@@ -59,6 +59,10 @@ class _Request:
     """Whether its blocks were allocated once."""
 
 
+_WHOLE = "FullAttentionSpec"
+"""VLLM's name of the only kind of KV cache that is handed over. Of other kinds, windows of attention among them, it
+drops blocks of a running sequence, and names block 0 in the place of those that a prefix in its cache has no more."""
+_WITHIN_WINDOW = "--engine-arg disable_sliding_window=true has a model whose attention has a window stay within it"
 _LOAD_S = 0.004
 """Seconds for which blocks are loaded beside a step that computes: a tenth of a step on two cores of a CPU."""
 _ALL_S = 1e9
@@ -110,10 +114,13 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
             raise
 
     def _take_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        groups = self._kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-            raise ValueError(f"the model has {len(groups)} kinds of KV cache ({kinds}), and Baton hands over one")
+        kinds = [type(group.kv_cache_spec).__name__ for group in self._kv_cache_config.kv_cache_groups]
+        if kinds != [_WHOLE]:
+            remedy = f"; {_WITHIN_WINDOW}" if any("Window" in kind for kind in kinds) else ""
+            raise ValueError(
+                f"vLLM keeps the model's KV as {', '.join(kinds) or 'nothing'}, and Baton hands over one {_WHOLE}, of "
+                f"which all blocks stay{remedy}"
+            )
         self._part.take(kv_caches, self._kv_cache_config.num_blocks)
         self._link.send(
             messages.CACHE,

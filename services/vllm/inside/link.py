@@ -28,8 +28,7 @@ class Link:
         self._socket.connect(path)
         self._lock = threading.Lock()
         self._late = bytearray()
-        hello = {"who": who, "rank": rank, "pid": os.getpid(), "key": os.environ.get("BATON_VLLM_KEY", "")}
-        self.send(messages.HELLO, **hello)
+        self.send(messages.HELLO, who=who, rank=rank, pid=os.getpid())
         threading.Thread(target=self._beat, name="baton-beat", daemon=True).start()
 
     def send(self, kind: str, **fields: Any) -> None:

@@ -99,7 +99,6 @@ class Front:
                 str(config.load_config.load_format),
                 bool(model.disable_sliding_window),
             ],
-            "device": config.device_config.device_type,
         }
 
     async def _warm_up(self, lengths: list[int]) -> None:
@@ -225,8 +224,6 @@ def _figures_logger(link: Link) -> Any:
             self._told_s = time.monotonic()
             link.send(
                 messages.FIGURES,
-                running=scheduler_stats.num_running_reqs,
-                waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
                 usage=scheduler_stats.kv_cache_usage,
                 queried=self._num_queried,
                 hit=self._num_hit,

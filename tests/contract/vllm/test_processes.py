@@ -1,16 +1,13 @@
 """Kills and stops vLLM's processes and the worker itself: everything of vLLM ends within 5 s, and the engine says which
-one it was; and a worker that was stopped goes on. Strangers at the socket change nothing."""
+one it was; and a worker that was stopped goes on."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +24,6 @@ from tests.support.scripted_vllm_engine import VOCAB_SIZE, Driver, ScriptedVllm,
 
 pytestmark = pytest.mark.process
 
-PROMPT = [5 + i * i % 250 for i in range(100)]
 WITHIN_S = 5.0
 NAMES = {
     "front": "vLLM's engine process",
@@ -142,49 +138,6 @@ def test_the_engine_is_over_when_one_of_vllms_processes_is(
     footprint.memfds.clear()  # the slots are the worker's
     footprint.await_gone(1.0)
     assert not folder.exists()
-
-
-STRANGERS = {
-    "says nothing": b"",
-    "says garbage": b"\xff\x00garbage\n" * 3,
-    "says no object": b"[1]\n",
-    "nests": b"[" * 100_000 + b"\n",
-    "never ends its line": b'{"kind": "' + b"x" * 100_000,
-    "says hello without a key": b'{"kind":"hello","who":"rank","rank":0,"pid":1,"key":"","at":0}\n',
-    "has another key": '{"kind":"hello","key":"é","who":"front","rank":0,"pid":1}\n'.encode(),
-    "says no hello": b'{"kind":"broken","error":"no"}\n{"kind":"gone","ids":[1]}\n',
-}
-
-
-@pytest.mark.parametrize("stays", [True, False], ids=["stays", "leaves"])
-def test_strangers_change_nothing(
-    model: Path, vllm: ScriptedVllm, monkeypatch: pytest.MonkeyPatch, stays: bool
-) -> None:
-    monkeypatch.setattr(process, "_LOADING_SILENT_S", 1.5)
-    with Driver(vllm.load(engine_config(model))) as driver:
-        num_peers = len(driver.engine._process.peers)
-        strangers = []
-        for said in STRANGERS.values():
-            stranger = socket.socket(socket.AF_UNIX)
-            stranger.connect(f"{driver.engine._process.folder}/worker")
-            threading.Thread(target=_say, args=(stranger, said), daemon=True).start()
-            strangers.append(stranger)
-            if not stays:
-                time.sleep(0.05)
-                stranger.close()
-            sequence = driver.add(PROMPT, 5)
-            driver.until(lambda sequence=sequence: driver.is_over(sequence), "it is answered")
-            assert driver.said(sequence) == script(PROMPT, 5, VOCAB_SIZE)
-        driver.until(lambda: len(driver.engine._process.peers) == num_peers, "all are cut off")
-        assert driver.engine.alive
-        for stranger in strangers:
-            stranger.close()
-        driver.idle()
-
-
-def _say(stranger: socket.socket, said: bytes) -> None:
-    with contextlib.suppress(OSError):
-        stranger.sendall(said)
 
 
 def test_garbage_from_one_of_vllms_processes_ends_the_engine(model: Path, vllm: ScriptedVllm) -> None:

@@ -26,7 +26,6 @@ FACTS: dict[str, Any] = {
     "sharding": [1, 1],
     "quantization": "none",
     "changed": [{}, "auto"],
-    "device": "cpu",
 }
 BLOCK_BYTES = 16 * 2 * 2 * 2 * 4 * 4
 """Tokens, layers, keys and values, heads, elements, and their bytes."""

@@ -16,14 +16,6 @@ def test_messages_are_those_that_were_sent_however_they_arrive(num_bytes: int) -
     for at in range(0, len(data), num_bytes):
         found += lines.feed(data[at : at + num_bytes])
     assert found == MESSAGES
-    assert lines.num_incomplete == 0
-
-
-def test_an_incomplete_message_is_counted() -> None:
-    lines = Lines()
-    assert list(lines.feed(encode({"a": 1}) + b'{"b"')) == [{"a": 1}]
-    assert lines.num_incomplete == 4
-    assert list(lines.feed(b": 2}\n")) == [{"b": 2}]
 
 
 @pytest.mark.parametrize("data", [b"garbage\n", b"\n", b"[1]\n", b"7\n", b"\xff\n", b'{"a": 1\n'])

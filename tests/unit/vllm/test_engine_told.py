@@ -1,0 +1,258 @@
+"""Tests `VllmEngine` over a vLLM that tells what a test says, in the order in which the test says it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from collections.abc import Sequence as Tokens
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.core.errors import Overloaded
+from services.engine.schedule.sequence import (
+    Admitted,
+    Failed,
+    Mode,
+    SamplingParams,
+    Sequence,
+    StoppingParams,
+    Token,
+)
+from services.kv.pool import Holder
+from services.vllm import messages
+from services.vllm.messages import JsonMessage
+from services.vllm.process import VllmProcess
+from tests.support.told_vllm import BLOCK, ToldVllm
+
+PROMPT = [3 + at % 200 for at in range(40)]
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Iterator[ToldVllm]:
+    with ToldVllm(tmp_path) as vllm:
+        yield vllm
+        vllm.engine.check_idle()
+
+
+def passed_on(vllm: ToldVllm, seq_id: int = 1) -> Sequence:
+    """Returns a sequence that vLLM has begun with."""
+    sequence = Sequence(seq_id, list(PROMPT), len(PROMPT), SamplingParams(), StoppingParams(9), vllm.clock.now())
+    vllm.engine.add(sequence)
+    vllm.settle()
+    vllm.tell(vllm.core, messages.STEP, begun=[[seq_id, 0]], preempted=[])
+    return sequence
+
+
+def test_a_step_that_does_not_end_shows_also_when_nobody_waits_for_it_any_more(vllm: ToldVllm) -> None:
+    """Its sequences were cancelled, their slots cannot be freed, and what comes may find no room: that the step stands
+    still is all that there is to see."""
+    sequence = passed_on(vllm)
+    vllm.engine.abort(sequence.seq_id)
+    vllm.clock.advance(7.0)
+    assert vllm.engine.stats().num_running == 0
+    assert vllm.engine.stats().current_step_ms == 7000.0
+    vllm.tell(vllm.ranks[0], messages.GONE, ids=[sequence.seq_id])
+    vllm.clock.advance(7.0)
+    assert vllm.engine.stats().current_step_ms == 0.0, "nothing is to be computed"
+
+
+class Scheduler:
+    """Tells what vLLM could, at random: sequences begin, are refused, compute, are robbed of their blocks and end, and
+    the last output of one and the ranks' words that it is gone come in any order."""
+
+    def __init__(self, vllm: ToldVllm, randomness: random.Random) -> None:
+        self._vllm, self._randomness = vllm, randomness
+        self._num_heard = 0
+        self._requests: dict[int, JsonMessage] = {}
+        self._begun: dict[int, int] = {}
+        """Tokens computed, of those that have begun."""
+        self._outboxes: dict[int, list[tuple[VllmProcess, str, dict[str, Any]]]] = {}
+        """What each process has yet to tell."""
+
+    def hear(self) -> None:
+        heard, self._num_heard = self._vllm.sent[self._num_heard :], len(self._vllm.sent)
+        for message in heard:
+            if message["kind"] == messages.ADD:
+                assert message["id"] not in self._requests
+                self._requests[message["id"]] = message
+            elif message["id"] in self._requests:
+                self._finish(message["id"], "abort")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or any(self._outboxes.values()))
+
+    def act(self) -> None:
+        if self._randomness.random() < 0.3:  # a step or more may come between
+            self.hear()
+        outboxes = [outbox for outbox in self._outboxes.values() if outbox]
+        if outboxes and (not self._requests or self._randomness.random() < 0.5):
+            peer, kind, fields = self._randomness.choice(outboxes).pop(0)
+            self._vllm.tell(peer, kind, **fields)
+        elif self._requests:
+            seq_id = self._randomness.choice(sorted(self._requests))
+            (self._compute if seq_id in self._begun else self._begin)(seq_id)
+
+    def _begin(self, seq_id: int) -> None:
+        kv, chance = self._requests[seq_id]["kv"], self._randomness.random()
+        if chance < 0.05:
+            del self._requests[seq_id]
+            self._vllm.tell(self._vllm.front, messages.REFUSED, id=seq_id, error="it is refused")
+        elif chance < 0.2 and kv["num_imported"]:
+            self._finish(seq_id, "error")
+        else:
+            self._begun[seq_id] = kv["num_imported"]
+            self._step(begun=[[seq_id, kv["num_imported"]]])
+
+    def _compute(self, seq_id: int) -> None:
+        request = self._requests[seq_id]
+        if self._randomness.random() < 0.03:
+            self._begun[seq_id] = 0
+            self._step(preempted=[seq_id])
+            return
+        tokens, kv = request["tokens"], request["kv"]
+        self._begun[seq_id] = min(self._begun[seq_id] + self._randomness.choice([BLOCK, 30, 90]), len(tokens))
+        num_saved = min(self._begun[seq_id], kv["num_exported"])
+        if num_saved > kv["num_imported"]:
+            for rank in self._randomness.sample(self._vllm.ranks, len(self._vllm.ranks)):
+                whole = num_saved if num_saved == kv["num_exported"] else num_saved // BLOCK * BLOCK
+                self._vllm.tell(rank, messages.SAVED, id=seq_id, num_tokens=whole)
+        if self._begun[seq_id] == len(tokens):
+            self._sample(seq_id, request)
+
+    def _sample(self, seq_id: int, request: JsonMessage) -> None:
+        num_answers = 1 + len(request["sampling"]["further"])
+        token_ids = [self._randomness.randrange(300) for _ in range(num_answers)]
+        if num_answers > 1:
+            request["sampling"] = {**request["sampling"], "further": []}
+            position = len(request["tokens"]) - request["sampling"]["num_prompt"]
+            told = [[token_id, None, []] for token_id in token_ids]
+            self._vllm.tell(self._vllm.ranks[0], messages.SAMPLED, id=seq_id, position=position, tokens=told)
+        request["tokens"], request["max_tokens"] = [*request["tokens"], token_ids[0]], request["max_tokens"] - 1
+        if request["max_tokens"]:
+            self._say(seq_id, token_ids[:1], None)
+        else:
+            self._finish(seq_id, "length", token_ids[:1])
+
+    def _step(self, begun: list[Any] | None = None, preempted: list[int] | None = None) -> None:
+        self._vllm.tell(self._vllm.core, messages.STEP, begun=begun or [], preempted=preempted or [])
+
+    def _say(self, seq_id: int, token_ids: list[int], reason: str | None) -> None:
+        said = (self._vllm.front, messages.OUTPUT, {"outputs": [[seq_id, token_ids, reason]]})
+        self._outboxes.setdefault(-1, []).append(said)
+
+    def _finish(self, seq_id: int, reason: str, token_ids: Tokens[int] = ()) -> None:
+        del self._requests[seq_id]
+        self._begun.pop(seq_id, None)
+        self._say(seq_id, list(token_ids), reason)
+        for rank in self._vllm.ranks:
+            self._outboxes.setdefault(rank.rank, []).append((rank, messages.GONE, {"ids": [seq_id]}))
+
+
+class Clients:
+    """Adds and adopts sequences, and gives them up, at random."""
+
+    def __init__(self, vllm: ToldVllm, randomness: random.Random) -> None:
+        self._vllm, self._randomness = vllm, randomness
+        self._ids = itertools.count(1)
+        self._living: dict[int, Sequence] = {}
+        self._modes: dict[int, Mode] = {}
+        self._given_up: dict[int, int] = {}
+        """How many events there were at the time."""
+        self._num_ended = 0
+
+    def act(self) -> None:
+        chance = self._randomness.random()
+        if chance < 0.3 and (known := sorted(self._living.keys() - self._unborn())):
+            self._give_up(self._randomness.choice(known))
+        elif chance < 0.5:
+            self.end_leases()
+        elif chance < 0.7:
+            self._adopt()
+        else:
+            self._add()
+        self._vllm.settle()
+
+    def _unborn(self) -> set[int]:
+        """Returns the further answers that have no token yet, which no engine can abort."""
+        further = {each.seq_id for sequence in self._living.values() for each in sequence.further}
+        return further - {event.seq_id for event in self._vllm.events if isinstance(event, Token)}
+
+    def give_up(self) -> None:
+        for seq_id in sorted(self._living):
+            self._give_up(seq_id)
+        self._vllm.settle()
+
+    def end_leases(self) -> None:
+        events, self._num_ended = self._vllm.events[self._num_ended :], len(self._vllm.events)
+        for event in events:
+            if isinstance(event, Admitted) and self._modes[event.seq_id] is Mode.PREFILL_ONLY:
+                self._vllm.engine.release(event.block_ids, Holder.LEASE)
+
+    def check(self) -> None:
+        """Asserts that each was admitted at most once and then said, and that nothing came after an end."""
+        for seq_id in self._modes:
+            found = [(at, event) for at, event in enumerate(self._vllm.events) if event.seq_id == seq_id]
+            assert sum(isinstance(event, Admitted) for _, event in found) <= 1
+            ends = [isinstance(event, Failed) or getattr(event, "finish", None) is not None for _, event in found]
+            assert not any(ends[:-1]), "nothing comes after an end"
+            positions = [event.position for _, event in found if isinstance(event, Token)]
+            assert positions == list(range(positions[0], positions[0] + len(positions))) if positions else True
+            assert all(at < self._given_up.get(seq_id, at + 1) for at, _ in found), "nothing comes after an abort"
+
+    def _give_up(self, seq_id: int) -> None:
+        del self._living[seq_id]
+        self._vllm.engine.abort(seq_id)
+        self._vllm.settle()
+        self._given_up[seq_id] = len(self._vllm.events)
+
+    def _new(self, mode: Mode) -> Sequence:
+        length = self._randomness.choice([1, 16, 40, 120])
+        prompt = [self._randomness.randrange(2)] * length  # so that prefixes are common
+        max_tokens = self._randomness.choice([1, 2, 6])
+        sequence = Sequence(
+            next(self._ids), prompt, length, SamplingParams(), StoppingParams(max_tokens), 0.0, mode=mode
+        )
+        self._living[sequence.seq_id] = sequence
+        self._modes[sequence.seq_id] = mode
+        return sequence
+
+    def _add(self) -> None:
+        mode = self._randomness.choice([Mode.GENERATE, Mode.PREFILL_ONLY])
+        sequence = self._new(mode)
+        if self._randomness.random() < 0.2:
+            for _ in range(2):
+                other = self._new(mode)
+                other.token_ids, other.num_prompt_tokens = list(sequence.token_ids), sequence.num_prompt_tokens
+                sequence.further.append(other)
+        self._vllm.engine.add(sequence)
+
+    def _adopt(self) -> None:
+        sequence, engine = self._new(Mode.GENERATE), self._vllm.engine
+        engine.hash_prompt(sequence)
+        try:
+            reserved = engine.reserve(sequence, lambda num_fresh, room: None)
+        except Overloaded:
+            del self._living[sequence.seq_id]
+            return
+        engine.adopt(sequence, reserved.prefix, reserved.fresh, 7, Holder.IMPORT, spare=reserved.spare)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_vllm_tells_in_whatever_order_nothing_is_left(tmp_path: Path, seed: int) -> None:
+    randomness = random.Random(seed)
+    with ToldVllm(tmp_path, num_ranks=2, num_blocks=20, max_num_seqs=6) as vllm:
+        scheduler, clients = Scheduler(vllm, randomness), Clients(vllm, randomness)
+        for _ in range(300):
+            (clients if randomness.random() < 0.2 else scheduler).act()
+        clients.give_up()
+        scheduler.hear()
+        while scheduler.has_work:
+            scheduler.act()
+        clients.end_leases()
+        vllm.settle()
+        vllm.engine.check_idle()
+        clients.check()
