@@ -59,6 +59,8 @@ class FetchOutcome:
     transport: types_pb2.Transport
     num_blocks: int
     num_bytes: int
+    num_not_moved: int
+    """How many of the lease's blocks did not cross, since the destination had them."""
     started_s: float
     first_copy_s: float | None
     """When the first copy began; None if nothing had to be copied."""
@@ -190,6 +192,7 @@ class BlockFetcher:
             transport=copier.transport,
             num_blocks=num_blocks,
             num_bytes=num_blocks * self._memory.block_bytes,
+            num_not_moved=order.first_block,
             started_s=started_s,
             first_copy_s=progress.first_copy_s,
             copy_s=stream.carrying_s(num_blocks) if copier.carried else progress.copy_s,
