@@ -282,9 +282,9 @@ class BlockFetcher:
         Cancelling the future does not stop a copy that has begun: the import counts the copy until its thread is done
         with it, or until it was cancelled before a thread took it. Only then can the blocks be freed.
         """
-        self._imports.copy_started(import_)
-        copier.pin()
         copy = (copier.threads or self._copy_threads).submit(self._write, copier, message, targets)
+        self._imports.copy_started(import_)  # not before, since there may be no thread for it
+        copier.pin()
         copy.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._copy_ended, import_, copier))
         return asyncio.wrap_future(copy)
 
