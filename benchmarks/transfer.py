@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import pathlib
 import tempfile
 import time
@@ -35,6 +36,7 @@ from services.worker.transfer import TRANSPORTS
 _Samples = dict[str, list[float]]
 _COPY = "a copy in memory"
 _TLS, _BARE_TLS = "tcp in TLS", "a bare TLS socket"
+_CHECKED = ", blocks checked"
 _CEILINGS = {"shm": _COPY, "tcp": "a bare socket", "grpc": "bare gRPC", "nixl": "bare NIXL", _TLS: _BARE_TLS}
 """What bounds each transport: the same bytes moved in the same way, without leases, streams and tables."""
 
@@ -87,6 +89,8 @@ def _figures(what: str, samples: dict[str, list[float]], copying: dict[str, list
         if name in samples and ceiling in samples:
             found.append(ratio(f"  {name}, of {ceiling}", samples[name], samples[ceiling]))
             found.append(ratio(f"  {name} while it copies, of {ceiling}", copying[name], samples[ceiling]))
+        if (checked := name + _CHECKED) in samples:
+            found.append(ratio(f"  {checked}, of {name}", samples[checked], samples[name]))
     found.append(ratio(f"  {_TLS}, of tcp", samples[_TLS], samples["tcp"]))
     return found
 
@@ -146,15 +150,16 @@ class _Destination:
         site = site_of(pool, self._machine)
         self._peers = Peers(self._machine.dial, from_call)
         self._fetchers: dict[str, BlockFetcher] = {}
-        for name, (_, destination_end) in TRANSPORTS.items():
+        for (name, (_, destination_end)), checks in itertools.product(TRANSPORTS.items(), (False, True)):
             if types_pb2.Transport.Value(f"TRANSPORT_{name.upper()}") in offered:
-                self._fetchers[name] = BlockFetcher(
+                self._fetchers[name + _CHECKED * checks] = BlockFetcher(
                     pool,
                     layout,
                     self._imports,
                     self._clock,
                     transports=[destination_end(site)],
                     peers=self._peers,
+                    checksums=checks,
                 )
         self._blocks = tuple(range(pool.num_blocks))
         self._leg = 0

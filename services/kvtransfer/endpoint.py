@@ -52,11 +52,12 @@ class KVEndpoint:
         lend: Callable[[Sequence[BlockHash]], list[int]],
         give_back: Callable[[Sequence[int]], None],
         reader: Executor,
+        checksums: bool,
         copy_threads: Executor | None = None,
     ) -> None:
         """`sources` are the transports by which others may fetch, and read on `reader`; `destinations` are those by
         which this side fetches, the best first. `lend` and `give_back` are those of `Lender`. `clock` times fetches;
-        `awake`, the board's clock, is that by which others are judged."""
+        `awake`, the board's clock, is that by which others are judged. `checksums` has what is fetched checked."""
         self.layout = layout
         self.sources = sources
         self._destinations = destinations
@@ -75,7 +76,14 @@ class KVEndpoint:
         self._peers = Peers(dial, from_call, awake=awake)
         self.borrower = Borrower(self._peers, layout)
         self.fetcher = BlockFetcher(
-            memory, layout, imports, clock, transports=destinations, peers=self._peers, copy_threads=copy_threads
+            memory,
+            layout,
+            imports,
+            clock,
+            transports=destinations,
+            peers=self._peers,
+            checksums=checksums,
+            copy_threads=copy_threads,
         )
 
     @property

@@ -228,18 +228,18 @@ class TestCancellation:
 
 @TRANSPORTS
 async def test_a_corrupted_block_is_data_loss_and_the_lease_lives(transport: str) -> None:
-    source, destination = Source(), Destination()
+    source, destination = Source(), Destination(checksums=True)
     async with running(source, destination):
         lease = source.lease(40, sealed=True)
         destination.memory.corrupts = True
-        order = destination.order(source, lease, transport=transport, checksums=True)
+        order = destination.order(source, lease, transport=transport)
         with pytest.raises(CorruptBlock) as raised:
             await destination.fetcher.fetch(order)
         assert lease_may_live(raised.value)
         assert destination.freed == [order.import_]
         assert lease.state is LeaseState.SEALED
         destination.memory.corrupts = False
-        assert (await destination.fetch(source, lease, leg=2, transport=transport, checksums=True)).ready
+        assert (await destination.fetch(source, lease, leg=2, transport=transport)).ready
 
 
 async def test_a_release_whose_answer_was_lost_is_repeated() -> None:
