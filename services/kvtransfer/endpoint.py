@@ -24,8 +24,7 @@ from services.kvtransfer.client import BlockFetcher
 from services.kvtransfer.lending import Lender
 from services.kvtransfer.peers import Peers
 from services.kvtransfer.servicer import KVTransferServicer
-from services.kvtransfer.transports import DestinationEnd, SourceEnd
-from services.kvtransfer.wire import whole_shard
+from services.kvtransfer.transports import DestinationEnd, SourceEnd, offers_of
 from services.rpc.plain import enum_word
 from services.rpc.serving import GrpcServer
 from services.rpc.status import from_call
@@ -89,14 +88,7 @@ class KVEndpoint:
     @property
     def offers(self) -> list[types_pb2.KVOffer]:
         """Returns what others must know to fetch from here, for each transport."""
-        shards = types_pb2.KVOffer(shards=[whole_shard(self.layout)])
-        offers = []
-        for end in self.sources:  # an end may return the same object again and again
-            offer = types_pb2.KVOffer()
-            offer.CopyFrom(end.offer())
-            offer.MergeFrom(shards)
-            offers.append(offer)
-        return offers
+        return offers_of(self.sources, self.layout)
 
     @property
     def summary(self) -> str:
