@@ -111,7 +111,7 @@ def _plain(
     links: Sequence[tuple[str, float]],
     ms_per_token: float | None,
 ) -> dict[str, object]:
-    pays = {}
+    pays: dict[str, object] = {}
     if ms_per_token is not None:
         pays["pays_from_tokens"] = {name: size.pays_from(rate * 1e9, ms_per_token) for name, rate in links}
     return pays | {

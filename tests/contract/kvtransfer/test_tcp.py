@@ -135,7 +135,7 @@ class TestWhoIsAnswered:
         source = Source()
         async with running(source):
             with monkeypatch.context() as no_threads:
-                no_threads.setattr(tcp_source.threading.Thread, "start", no_thread)  # type: ignore[attr-defined]
+                no_threads.setattr(threading.Thread, "start", no_thread)
                 with socket.create_connection(parse(source.tcp.address)) as refused:
                     refused.setblocking(False)
                     assert await asyncio.get_running_loop().sock_recv(refused, 1) == b""
