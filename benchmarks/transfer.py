@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import pathlib
 import tempfile
 import time
@@ -35,6 +36,7 @@ from services.worker.transfer import TRANSPORTS
 _Samples = dict[str, list[float]]
 _COPY = "a copy in memory"
 _TLS, _BARE_TLS = "tcp in TLS", "a bare TLS socket"
+_CHECKED = ", blocks checked"
 _CEILINGS = {"shm": _COPY, "tcp": "a bare socket", "grpc": "bare gRPC", "nixl": "bare NIXL", _TLS: _BARE_TLS}
 """What bounds each transport: the same bytes moved in the same way, without leases, streams and tables."""
 
@@ -62,11 +64,17 @@ async def _measure(repeats: int) -> Findings:
     by_prompt: dict[str, list[tuple[float, float]]] = {}
     by_block: dict[str, list[tuple[float, float]]] = {}
     for num_tokens in PROMPTS:
-        samples, copying = await _rounds(SMOLLM2, SMOLLM2.num_blocks(num_tokens), repeats)
-        findings += _figures(f"transfer: {num_tokens} tokens", samples, copying)
+        samples, copying, processor = await _rounds(SMOLLM2, SMOLLM2.num_blocks(num_tokens), repeats)
+        what = f"transfer: {num_tokens} tokens"
+        findings += _figures(what, samples, copying)
+        if num_tokens == PROMPTS[-1]:
+            findings += [
+                Figure(f"{what}, processor time of both ends, {name}", "s/GB", tuple(each))
+                for name, each in processor.items()
+            ]
         _add(by_prompt, num_tokens, samples)
     for kibibytes, layout in BLOCKS.items():
-        samples, copying = await _rounds(layout, _PROMPT_BYTES // layout.block_bytes, repeats)
+        samples, copying, _ = await _rounds(layout, _PROMPT_BYTES // layout.block_bytes, repeats)
         if layout is not SMOLLM2:
             findings += _figures(f"transfer: 47 MB in blocks of {kibibytes} KiB", samples, copying)
         _add(by_block, kibibytes, samples)
@@ -87,15 +95,19 @@ def _figures(what: str, samples: dict[str, list[float]], copying: dict[str, list
         if name in samples and ceiling in samples:
             found.append(ratio(f"  {name}, of {ceiling}", samples[name], samples[ceiling]))
             found.append(ratio(f"  {name} while it copies, of {ceiling}", copying[name], samples[ceiling]))
+        if (checked := name + _CHECKED) in samples:
+            found.append(ratio(f"  {checked}, of {name}", samples[checked], samples[name]))
     found.append(ratio(f"  {_TLS}, of tcp", samples[_TLS], samples["tcp"]))
     return found
 
 
-async def _rounds(layout: Layout, num_blocks: int, repeats: int) -> tuple[_Samples, _Samples]:
-    """Returns the GB/s of each way, round by round after one that warms up; and those of the copies alone."""
+async def _rounds(layout: Layout, num_blocks: int, repeats: int) -> tuple[_Samples, _Samples, _Samples]:
+    """Returns the GB/s of each way, round by round after one that warms up; those of the copies alone; and the seconds
+    of processor time per GB, of both ends."""
     num_bytes = num_blocks * layout.block_bytes
     samples: dict[str, list[float]] = {}
     copying: dict[str, list[float]] = {}
+    processor: dict[str, list[float]] = {}
     async with contextlib.AsyncExitStack() as stack:
         certified = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         certificates = certificates_in(certified)
@@ -117,10 +129,13 @@ async def _rounds(layout: Layout, num_blocks: int, repeats: int) -> tuple[_Sampl
             for name, move in ways.items():
                 await destination.prepare()
                 await secure.prepare()
+                used_s = _processor_s(source, secure_source)
                 begun_s = time.perf_counter()
                 copy_s = await move()
                 seconds = time.perf_counter() - begun_s
+                used_s = _processor_s(source, secure_source) - used_s
                 if number:
+                    processor.setdefault(name, []).append(used_s / (num_bytes / 1e9))
                     samples.setdefault(name, []).append(num_bytes / seconds / 1e9)
                     if copy_s is not None:
                         copying.setdefault(name, []).append(num_bytes / copy_s / 1e9)
@@ -131,7 +146,11 @@ async def _rounds(layout: Layout, num_blocks: int, repeats: int) -> tuple[_Sampl
         await secure.close()
         other.close()
         pool.close()
-    return samples, copying
+    return samples, copying, processor
+
+
+def _processor_s(*sources: RemoteSource) -> float:
+    return time.process_time() + sum(source.processor_s() for source in sources)
 
 
 class _Destination:
@@ -146,15 +165,16 @@ class _Destination:
         site = site_of(pool, self._machine)
         self._peers = Peers(self._machine.dial, from_call)
         self._fetchers: dict[str, BlockFetcher] = {}
-        for name, (_, destination_end) in TRANSPORTS.items():
+        for (name, (_, destination_end)), checks in itertools.product(TRANSPORTS.items(), (False, True)):
             if types_pb2.Transport.Value(f"TRANSPORT_{name.upper()}") in offered:
-                self._fetchers[name] = BlockFetcher(
+                self._fetchers[name + _CHECKED * checks] = BlockFetcher(
                     pool,
                     layout,
                     self._imports,
                     self._clock,
                     transports=[destination_end(site)],
                     peers=self._peers,
+                    checksums=checks,
                 )
         self._blocks = tuple(range(pool.num_blocks))
         self._leg = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import ssl
 import struct
@@ -12,12 +13,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
 from services.engine.model.kv_cache import KVCache
 from services.kvtransfer.transports.nixl_agent import NixlUnavailable, bindings, ucx_settings
+from services.kvtransfer.transports.tcp_destination import NUM_CONNECTIONS
 from services.rpc.certificates import Certificates
 from services.rpc.options import channel_options, server_options
 
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
     from benchmarks.transfer_source import RemoteSource
 
 _MESSAGE_BYTES = 1 << 20
-_ASK = struct.Struct("<I")
+_ASK = struct.Struct("<II")
+"""The first block, and how many."""
 _MOST_BUFFERS = 1000
 _METHOD = "/bench.Bare/Move"
 
@@ -56,24 +60,33 @@ def copy_in_memory(source: KVCache, target: KVCache) -> None:
 
 
 class BareSocket:
-    """Reads all blocks from one connection, straight into the pool, in calls of as many blocks as the kernel takes."""
+    """Reads all blocks straight into the pool, in calls of as many blocks as the kernel takes, from as many connections
+    as a fetch has."""
 
     def __init__(self, port: int, pool: KVCache) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        num_connections = min(NUM_CONNECTIONS, pool.num_blocks)
+        self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_connections)]
+        for connection in self._sockets:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._pool = pool
 
     async def move(self) -> None:
-        await asyncio.to_thread(self._pool.fill_blocks, range(self._pool.num_blocks), self._read)
+        ends = [self._pool.num_blocks * at // len(self._sockets) for at in range(len(self._sockets) + 1)]
+        reads = [
+            asyncio.to_thread(self._pool.fill_blocks, range(first, end), partial(self._read, connection, first))
+            for connection, (first, end) in zip(self._sockets, itertools.pairwise(ends), strict=True)
+        ]
+        await asyncio.gather(*reads)
 
-    def _read(self, views: Any) -> None:
-        self._socket.sendall(_ASK.pack(len(views)))
+    def _read(self, connection: socket.socket, first_block: int, views: Any) -> None:
+        connection.sendall(_ASK.pack(first_block, len(views)))
         left = list(views)
         while left:
-            _advance(left, self._socket.recvmsg_into(left[:_MOST_BUFFERS], 0, socket.MSG_WAITALL)[0])
+            _advance(left, connection.recvmsg_into(left[:_MOST_BUFFERS], 0, socket.MSG_WAITALL)[0])
 
     async def close(self) -> None:
-        self._socket.close()
+        for connection in self._sockets:
+            connection.close()
 
 
 class BareGrpc:
@@ -148,18 +161,18 @@ async def _bare_nixl(source: RemoteSource, pool: KVCache) -> Bare | None:
 
 
 class BareTlsSocket(BareSocket):
-    """Reads all blocks from one connection in TLS, straight into the pool, a block at a time."""
+    """Reads all blocks in TLS, straight into the pool, a block at a time, from as many connections as a fetch has."""
 
     def __init__(self, port: int, pool: KVCache, context: ssl.SSLContext) -> None:
         super().__init__(port, pool)
-        self._socket = context.wrap_socket(self._socket)
+        self._sockets = [context.wrap_socket(connection) for connection in self._sockets]
 
-    def _read(self, views: Any) -> None:
-        self._socket.sendall(_ASK.pack(len(views)))
+    def _read(self, connection: socket.socket, first_block: int, views: Any) -> None:
+        connection.sendall(_ASK.pack(first_block, len(views)))
         for view in views:
             left = view
             while left:
-                left = left[self._socket.recv_into(left) :]
+                left = left[connection.recv_into(left) :]
 
 
 async def _bare_socket(source: RemoteSource, pool: KVCache) -> Bare | None:
@@ -214,18 +227,29 @@ async def serve_bare(pool: KVCache, certificates: Certificates | None) -> AsyncI
 
 def _serve_socket(listener: socket.socket, pool: KVCache, certificates: Certificates | None) -> None:
     with contextlib.suppress(OSError):
-        connection, _ = listener.accept()
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=_serve_connection, args=(connection, pool, certificates), daemon=True).start()
+
+
+def _serve_connection(connection: socket.socket, pool: KVCache, certificates: Certificates | None) -> None:
+    with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if certificates is not None:
             with certificates.server_context().wrap_socket(connection, server_side=True) as tls:
                 while asked := tls.recv(_ASK.size):
-                    for block in pool.read_blocks(range(*_ASK.unpack(asked))):
+                    for block in pool.read_blocks(_asked(asked)):
                         tls.sendall(block)
             return
         while asked := connection.recv(_ASK.size, socket.MSG_WAITALL):
-            left: list[Any] = [*pool.read_blocks(range(*_ASK.unpack(asked)))]
+            left: list[Any] = [*pool.read_blocks(_asked(asked))]
             while left:
                 _advance(left, connection.sendmsg(left[:_MOST_BUFFERS]))
+
+
+def _asked(asked: bytes) -> range:
+    first, count = _ASK.unpack(asked)
+    return range(first, first + count)
 
 
 def _advance(left: list[Any], num_bytes: int) -> None:

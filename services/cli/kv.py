@@ -16,8 +16,8 @@ from services.core.process_config import DEFAULT_MODEL
 from services.core.sizes import parse_size
 from services.kv.sizing import KVSize, kv_shape_of, size_of
 
-_BANDWIDTHS = ("disk 0.7", "10 Gbit/s 1.1", "100 Gbit/s 11", "memory 10")
-"""Names and GB/s of what KV is moved over where nothing is said."""
+_LINKS = {"disk": 0.7, "10 Gbit/s": 1.1, "100 Gbit/s": 11.0, "memory": 10.0}
+"""The GB/s of what KV is moved over where nothing is said."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -32,13 +32,14 @@ def main(argv: Sequence[str], prog: str) -> int:
     size.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="auto: as the model was saved")
     size.add_argument("--block-size", default="16", help="tokens in a block (default: %(default)s)")
     size.add_argument(
-        "--bandwidth",
+        "--link",
         action="append",
         metavar="GB/S",
-        help="GB/s at which KV is moved; repeatable (default: some disks and networks)",
+        help="GB/s of the link over which KV is moved; repeatable (default: some disks and networks)",
     )
     size.add_argument(
-        "--ms-per-token", help="what computing a prompt's token takes, as baton status says: for the break-even"
+        "--ms-per-token",
+        help="what computing a prompt's token takes, as baton status says: from which length on splitting pays",
     )
     size.add_argument("--json", action="store_true", help="as JSON")
     return _size(parser.parse_args(argv))
@@ -51,9 +52,9 @@ def _size(arguments: argparse.Namespace) -> int:
         memory = parse_size(arguments.bytes)
     except ValueError as error:
         raise ConfigError(f"--bytes: {error}") from None
-    given = arguments.bandwidth or []
-    bandwidths = [(f"{text} GB/s", _number(text, "--bandwidth")) for text in given] or [
-        (name.rpartition(" ")[0], float(name.rpartition(" ")[2])) for name in _BANDWIDTHS
+    given = arguments.link or []
+    links = [(f"{text} GB/s", _number(text, "--link")) for text in given] or [
+        (f"{name} ({rate:g} GB/s)", rate) for name, rate in _LINKS.items()
     ]
     ms_per_token = _number(arguments.ms_per_token, "--ms-per-token") if arguments.ms_per_token else None
     model = resolve_model(arguments.model)
@@ -62,9 +63,9 @@ def _size(arguments: argparse.Namespace) -> int:
     dtype = arguments.kv_dtype if arguments.kv_dtype != "auto" else saved if saved in KV_DTYPES else "float32"
     found = size_of(kv_shape_of(config), dtype, block_size, num_tokens)
     if arguments.json:
-        print(json.dumps(_plain(found, model.model_id, dtype, memory, bandwidths)))
+        print(json.dumps(_plain(found, model.model_id, dtype, memory, links, ms_per_token)))
     else:
-        print("\n".join(_lines(found, model.model_id, dtype, memory, bandwidths, ms_per_token)))
+        print("\n".join(_lines(found, model.model_id, dtype, memory, links, ms_per_token)))
     return 0
 
 
@@ -73,7 +74,7 @@ def _lines(
     model_id: str,
     dtype: str,
     memory: int,
-    bandwidths: Sequence[tuple[str, float]],
+    links: Sequence[tuple[str, float]],
     ms_per_token: float | None,
 ) -> list[str]:
     lines = [
@@ -84,8 +85,10 @@ def _lines(
         f"  {memory / (1 << 30):,.3g} GiB hold {memory // size.block_bytes:,} blocks: "
         f"{size.num_sequences(memory):,} such sequences, if they share nothing",
     ]
-    for name, rate in bandwidths:
-        lines.append(f"  to move one  {1e3 * size.seconds(rate * 1e9):,.1f} ms over {name} ({rate:g} GB/s)")
+    for name, rate in links:
+        lines.append(
+            f"  to move one  {1e3 * size.seconds(rate * 1e9):,.1f} ms over {name}{_pays(size, rate, ms_per_token)}"
+        )
     if ms_per_token is not None:
         lines.append(f"  to compute   {size.num_tokens * ms_per_token:,.1f} ms at {ms_per_token:g} ms a token")
         least = size.token_bytes / ms_per_token / 1e6
@@ -93,10 +96,25 @@ def _lines(
     return lines
 
 
+def _pays(size: KVSize, rate: float, ms_per_token: float | None) -> str:
+    if ms_per_token is None:
+        return ""
+    pays_from = size.pays_from(rate * 1e9, ms_per_token)
+    return f": splitting pays from {pays_from:,} tokens on" if pays_from else ": computing it takes less, at any length"
+
+
 def _plain(
-    size: KVSize, model_id: str, dtype: str, memory: int, bandwidths: Sequence[tuple[str, float]]
+    size: KVSize,
+    model_id: str,
+    dtype: str,
+    memory: int,
+    links: Sequence[tuple[str, float]],
+    ms_per_token: float | None,
 ) -> dict[str, object]:
-    return {
+    pays: dict[str, object] = {}
+    if ms_per_token is not None:
+        pays["pays_from_tokens"] = {name: size.pays_from(rate * 1e9, ms_per_token) for name, rate in links}
+    return pays | {
         "model": model_id,
         "kv_dtype": dtype,
         "token_bytes": size.token_bytes,
@@ -104,7 +122,7 @@ def _plain(
         "num_blocks": size.num_blocks,
         "num_bytes": size.num_bytes,
         "num_sequences": size.num_sequences(memory),
-        "ms_to_move": {name: 1e3 * size.seconds(rate * 1e9) for name, rate in bandwidths},
+        "ms_to_move": {name: 1e3 * size.seconds(rate * 1e9) for name, rate in links},
     }
 
 

@@ -46,6 +46,7 @@ class SecondToken:
 class TransferSummary:
     bytes: int | None
     blocks: int | None
+    blocks_not_moved: int | None
     transport: str | None
 
 
@@ -66,6 +67,7 @@ def break_down(request: RecordedRequest) -> Breakdown:
         else TransferSummary(
             transfer.attributes.get(Attr.TRANSFER_BYTES),
             transfer.attributes.get(Attr.TRANSFER_BLOCKS),
+            transfer.attributes.get(Attr.TRANSFER_BLOCKS_NOT_MOVED),
             transfer.attributes.get(Attr.TRANSFER_TRANSPORT),
         ),
     )

@@ -148,7 +148,10 @@ def _footer(request: RecordedRequest, breakdown: Breakdown) -> list[str]:
     lines = []
     moved = breakdown.transfer
     if moved is not None and moved.bytes is not None:
-        lines.append(f"KV moved: {size(moved.bytes)} in {_known(moved.blocks)} blocks by {_known(moved.transport)}")
+        rest = f"; {moved.blocks_not_moved} more were there" if moved.blocks_not_moved else ""
+        lines.append(
+            f"KV moved: {size(moved.bytes)} in {_known(moved.blocks)} blocks by {_known(moved.transport)}{rest}"
+        )
     for run in request.named(Span.DECODE_RUN):
         if Attr.NUM_STEPS not in run.attributes:
             continue

@@ -35,18 +35,19 @@ class DaemonThreads(Executor):
         self._is_shut_down = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Returns the future of `fn(*args, **kwargs)`. Raises RuntimeError after a shutdown."""
+        """Returns the future of `fn(*args, **kwargs)`. Raises RuntimeError after a shutdown, and if the system has no
+        thread for it."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_shut_down:
                 raise RuntimeError(f"the threads {self._name} are shut down")
+            num_threads = len(self._threads)
+            if num_threads <= self._num_unfinished and (self._num_threads is None or num_threads < self._num_threads):
+                thread = threading.Thread(target=self._run, name=f"{self._name}_{num_threads}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
             self._work.put((future, lambda: fn(*args, **kwargs)))
             self._num_unfinished += 1
-            num_threads = len(self._threads)
-            if num_threads < self._num_unfinished and (self._num_threads is None or num_threads < self._num_threads):
-                name = f"{self._name}_{num_threads}"
-                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-                self._threads[-1].start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -84,7 +84,6 @@ class ImportIntake:
             import_=held.import_,
             first_block=len(held.prefix),
             targets=held.block_ids,
-            checksums=self._host.config.checksums,
         )
         expected = Expected(len(command.token_ids), num_answers_of(command), command.output_base)
         return await self._handoffs.fetch(order, expected)

@@ -343,6 +343,7 @@ class DecodeRecord:
             outcome.ended_s,
             num_blocks=outcome.num_blocks,
             num_bytes=outcome.num_bytes,
+            num_not_moved=outcome.num_not_moved,
         )
 
     def adopted(self, started_s: float, num_blocks: int) -> None:
@@ -415,6 +416,7 @@ class DecodeRecord:
         *,
         num_blocks: int,
         num_bytes: int,
+        num_not_moved: int = 0,
     ) -> None:
         self._ready_s = end_s
         overlapped_ms, exposed_ms = (sealed_s - start_s) * 1000, (end_s - sealed_s) * 1000
@@ -424,6 +426,7 @@ class DecodeRecord:
         timings.transfer_bytes, timings.transfer_blocks, timings.transport = num_bytes, num_blocks, transport
         name = enum_word(types_pb2.Transport.DESCRIPTOR, transport)
         self._host.tally.transferred(name, num_bytes, end_s - start_s, exposed_ms / 1000)
+        self._host.tally.blocks_not_moved += num_not_moved
         attributes: dict[str, Value | None] = {
             Attr.LEG: self._command.leg,
             Attr.WORKER: self._host.worker_id,
@@ -431,6 +434,7 @@ class DecodeRecord:
             Attr.TRANSFER_TRANSPORT: name,
             Attr.TRANSFER_BYTES: num_bytes,
             Attr.TRANSFER_BLOCKS: num_blocks,
+            Attr.TRANSFER_BLOCKS_NOT_MOVED: num_not_moved,
             Attr.TRANSFER_OVERLAPPED_MS: overlapped_ms,
             Attr.TRANSFER_EXPOSED_MS: exposed_ms,
         }

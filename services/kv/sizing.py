@@ -5,6 +5,7 @@ Owns: what a model's configuration says about the size of its KV. Never: what a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,13 @@ from typing import Any
 from services.core.errors import UnsupportedModel
 from services.core.hashing import num_blocks_for
 from services.kv.layout import token_bytes
+
+HANDOFF_MS = 3.0
+"""What a handoff takes beside its bytes, in milliseconds: the fetch that opens, announcements, the seal, the Release.
+
+It is that of 128 tokens between two processes of one host (benchmarks/results/2026-11-27-transfer.json). A link's own
+delay adds to it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,12 @@ class KVSize:
     def seconds(self, bytes_per_s: float) -> float:
         """Returns how long the blocks take at this bandwidth."""
         return self.num_bytes / bytes_per_s
+
+    def pays_from(self, bytes_per_s: float, ms_per_token: float) -> int | None:
+        """Returns from how many tokens on a prompt's KV arrives sooner than the prompt is computed where it is decoded;
+        None if it never does. What of the transfer goes on beside the prompt's computation is not taken off."""
+        saved_ms = ms_per_token - 1e3 * self.token_bytes / bytes_per_s
+        return max(1, math.floor(HANDOFF_MS / saved_ms) + 1) if saved_ms > 0 else None
 
 
 def kv_shape_of(config: Mapping[str, Any]) -> KVShapeOfModel:

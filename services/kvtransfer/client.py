@@ -59,6 +59,8 @@ class FetchOutcome:
     transport: types_pb2.Transport
     num_blocks: int
     num_bytes: int
+    num_not_moved: int
+    """How many of the lease's blocks did not cross, since the destination had them."""
     started_s: float
     first_copy_s: float | None
     """When the first copy began; None if nothing had to be copied."""
@@ -94,12 +96,12 @@ class FetchOrder:
     """Index in the sequence of the first block that this worker lacks."""
     targets: Sequence[int]
     """This pool's blocks, all of them the import's, for the prompt's blocks from `first_block` to the last."""
-    checksums: bool = False
 
 
 class BlockFetcher:
     """Fetches leases into `memory`, each by one of `transports` that its source offers.
 
+    With `checksums` no block is used that is not what its source had.
     Copies of one fetch never wait for those of another, each of which has as many threads as it has copies at once.
     The silence of `peers` bounds each answer that the source owes at once and the time in which it says nothing, but
     not the prefill.
@@ -114,6 +116,7 @@ class BlockFetcher:
         *,
         transports: Sequence[DestinationEnd],
         peers: Peers,
+        checksums: bool,
         copy_threads: Executor | None = None,
     ) -> None:
         self._memory = memory
@@ -122,6 +125,7 @@ class BlockFetcher:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._peers = peers
+        self._checksums = checksums
         self._connector = Connector(transports, layout, awake=peers.awake, silence_s=peers.silence_s)
         self._copy_threads = copy_threads or DaemonThreads(None, "kv-copy")
 
@@ -190,6 +194,7 @@ class BlockFetcher:
             transport=copier.transport,
             num_blocks=num_blocks,
             num_bytes=num_blocks * self._memory.block_bytes,
+            num_not_moved=order.first_block,
             started_s=started_s,
             first_copy_s=progress.first_copy_s,
             copy_s=stream.carrying_s(num_blocks) if copier.carried else progress.copy_s,
@@ -205,7 +210,7 @@ class BlockFetcher:
             transport=copier.transport,
             layout=layout_to_proto(self._layout),
             source_incarnation=order.source.incarnation,
-            checksums=order.checksums,
+            checksums=self._checksums,
         )
 
     async def _pull(self, order: FetchOrder, stream: FetchStream, copier: Copier, progress: _Progress) -> Seal:
@@ -247,7 +252,7 @@ class BlockFetcher:
         if item.first_block != progress.begun or not progress.begun < upto <= end:
             raise ProtocolViolation(f"announced {item.first_block}…{upto} after {progress.begun} of {end} blocks")
         targets = order.targets[progress.begun - order.first_block : upto - order.first_block]
-        if len(item.checksums) != (len(targets) if order.checksums else 0):
+        if len(item.checksums) != (len(targets) if self._checksums else 0):
             raise ProtocolViolation("checksums do not match what was asked for")
         begun_s = self._clock.now()
         if progress.first_copy_s is None:
@@ -279,9 +284,9 @@ class BlockFetcher:
         Cancelling the future does not stop a copy that has begun: the import counts the copy until its thread is done
         with it, or until it was cancelled before a thread took it. Only then can the blocks be freed.
         """
-        self._imports.copy_started(import_)
-        copier.pin()
         copy = (copier.threads or self._copy_threads).submit(self._write, copier, message, targets)
+        self._imports.copy_started(import_)  # not before, since there may be no thread for it
+        copier.pin()
         copy.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._copy_ended, import_, copier))
         return asyncio.wrap_future(copy)
 

@@ -24,8 +24,7 @@ from services.kvtransfer.client import BlockFetcher
 from services.kvtransfer.lending import Lender
 from services.kvtransfer.peers import Peers
 from services.kvtransfer.servicer import KVTransferServicer
-from services.kvtransfer.transports import DestinationEnd, SourceEnd
-from services.kvtransfer.wire import whole_shard
+from services.kvtransfer.transports import DestinationEnd, SourceEnd, offers_of
 from services.rpc.plain import enum_word
 from services.rpc.serving import GrpcServer
 from services.rpc.status import from_call
@@ -52,11 +51,12 @@ class KVEndpoint:
         lend: Callable[[Sequence[BlockHash]], list[int]],
         give_back: Callable[[Sequence[int]], None],
         reader: Executor,
+        checksums: bool,
         copy_threads: Executor | None = None,
     ) -> None:
         """`sources` are the transports by which others may fetch, and read on `reader`; `destinations` are those by
         which this side fetches, the best first. `lend` and `give_back` are those of `Lender`. `clock` times fetches;
-        `awake`, the board's clock, is that by which others are judged."""
+        `awake`, the board's clock, is that by which others are judged. `checksums` has what is fetched checked."""
         self.layout = layout
         self.sources = sources
         self._destinations = destinations
@@ -75,20 +75,20 @@ class KVEndpoint:
         self._peers = Peers(dial, from_call, awake=awake)
         self.borrower = Borrower(self._peers, layout)
         self.fetcher = BlockFetcher(
-            memory, layout, imports, clock, transports=destinations, peers=self._peers, copy_threads=copy_threads
+            memory,
+            layout,
+            imports,
+            clock,
+            transports=destinations,
+            peers=self._peers,
+            checksums=checksums,
+            copy_threads=copy_threads,
         )
 
     @property
     def offers(self) -> list[types_pb2.KVOffer]:
         """Returns what others must know to fetch from here, for each transport."""
-        shards = types_pb2.KVOffer(shards=[whole_shard(self.layout)])
-        offers = []
-        for end in self.sources:  # an end may return the same object again and again
-            offer = types_pb2.KVOffer()
-            offer.CopyFrom(end.offer())
-            offer.MergeFrom(shards)
-            offers.append(offer)
-        return offers
+        return offers_of(self.sources, self.layout)
 
     @property
     def summary(self) -> str:

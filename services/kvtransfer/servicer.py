@@ -31,7 +31,7 @@ from services.kv.layout import Layout
 from services.kv.lease import FetchEnd, FetchTicket, LeaseState
 from services.kvtransfer.board import LeaseBoard
 from services.kvtransfer.lending import Lender
-from services.kvtransfer.transports import Announcer, SourceEnd
+from services.kvtransfer.transports import Announcer, SourceEnd, offers_of
 from services.kvtransfer.wire import layout_from_proto, split_hashes
 from services.rpc.interceptors import CallContext
 
@@ -119,7 +119,7 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
             raise Draining("this worker leaves")
         if self._lender is None:
             return kvtransfer_pb2.LendResponse()
-        offers = [end.offer() for end in self._ends.values()]  # first: if this fails, nothing is lent
+        offers = offers_of(self._ends.values(), self._layout)  # first: if this fails, nothing is lent
         lease = self._lender.lend(hashes)
         if lease is None:
             return kvtransfer_pb2.LendResponse()

@@ -106,6 +106,8 @@ class Attr:
     # On kv.transfer, kv.park and kv.fetch.
     TRANSFER_BYTES = "baton.transfer.bytes"
     TRANSFER_BLOCKS = "baton.transfer.blocks"
+    # On kv.transfer: the blocks of the handoff that the decode worker had before.
+    TRANSFER_BLOCKS_NOT_MOVED = "baton.transfer.blocks_not_moved"
     # "shm", "nixl", "tcp", "grpc" or "local".
     TRANSFER_TRANSPORT = "baton.transfer.transport"
     TRANSFER_OVERLAPPED_MS = "baton.transfer.overlapped_ms"
@@ -187,6 +189,7 @@ class Metric:
     TRANSFERS_FAILED = "baton_transfers_failed"
     TRANSFER_BYTES = "baton_transfer_bytes"
     TRANSFER_SECONDS = "baton_transfer_seconds"
+    KV_BLOCKS_NOT_MOVED = "baton_kv_blocks_not_moved"
     TRANSFER_EXPOSED_SECONDS = "baton_transfer_exposed_seconds"
     KV_TIER_BYTES = "baton_kv_tier_bytes"
     KV_TIER_BLOCKS = "baton_kv_tier_blocks"

@@ -124,7 +124,6 @@ class ParkLeg(HandoffLeg):
             import_=import_,
             first_block=0,
             targets=import_.block_ids,
-            checksums=self._host.config.checksums,
         )
         expected = Expected(command.num_tokens, num_answers_of(command), command.output_base)
         try:

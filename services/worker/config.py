@@ -147,7 +147,12 @@ class PeerConfig(LogConfig, DrainConfig, TransferConfig, MembershipConfig, Liste
     staging_mb: int = positive_option(
         256, "host memory through which a pool on a GPU hands over by shared memory, MiB; a pool on a CPU needs none"
     )
-    checksums: bool = option(False, "verify every imported block with xxh3")
+    checksums: str = option(
+        "auto",
+        "verify every imported block with xxh3; auto: where the pool is in host memory, as a block of another device "
+        "would have to be copied from there for it",
+        choices=("auto", "always", "never"),
+    )
     lease_ttl_s: float = duration_option(10.0, "life of a sealed lease that no one fetches or holds, seconds")
     stall_s: float = duration_option(5.0, "longest wait for a destination to copy an announced block, seconds")
     # Sessions.

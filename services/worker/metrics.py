@@ -143,6 +143,11 @@ class _TransferCollector(Collector):
                 family.add_metric([transport], values.get(transport, 0))
             yield family
         yield _count(
+            name.KV_BLOCKS_NOT_MOVED,
+            "Blocks of handoffs that were in the prefix cache here, so that they were not moved",
+            tally.blocks_not_moved,
+        )
+        yield _count(
             name.IMPORTS_FAILED, "Imports given up, those of cancelled requests included", tally.imports_failed
         )
         failed = CounterMetricFamily(name.TRANSFERS_FAILED, "Imports that failed, by the error", labels=["reason"])

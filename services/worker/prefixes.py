@@ -375,7 +375,6 @@ class PrefixLoader:
                 import_=import_,
                 first_block=len(reservation.found) - num_before,
                 targets=reservation.fresh,
-                checksums=host.config.checksums,
             )
         )
         if not outcome.ready:

@@ -15,6 +15,8 @@ class Tally:
     transfer_bytes: Counter[str] = field(default_factory=Counter)
     transfer_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    blocks_not_moved: int = 0
+    """Blocks of handoffs that were here before, so that they did not cross."""
     transfers_failed: Counter[str] = field(default_factory=Counter)
     """Failed transfers by the error's reason."""
     prefix_tokens_brought: Counter[str] = field(default_factory=Counter)

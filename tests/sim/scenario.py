@@ -252,7 +252,7 @@ def _plans(choose: random.Random, num_routers: int, load: Load, sizes: list[int]
             max_model_len=64,
             max_num_batched_tokens=choose.choice((4, 8) if load.growing else (4, 8, 32)),
             transport=choose.choice(transports),
-            checksums=choose.random() < 0.2,
+            checksums="always" if choose.random() < 0.2 else "never",
             lease_ttl_s=lease_ttl_s,
             stall_s=stall_s,
             silence_s=choose.choice((2.0, 5.0)),

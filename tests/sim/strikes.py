@@ -258,7 +258,7 @@ class Strikes:
     def flip_bits(self, name: str) -> float:
         """Flips bits in blocks that are copied to a worker that checks what it copies."""
         worker = self._cluster.workers[name]
-        if worker.plan.config.checksums:
+        if worker.plan.config.checksums == "always":
             worker.memory.num_bits_to_flip += self._world.random.randint(1, 3)
         return 0.0
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc, types_pb2
+from services.kvtransfer.checksums import checksum
 from services.kvtransfer.endpoint import TRANSFER_SERVICE
 from services.rpc.serving import GrpcServer
 from services.worker.host import WorkerHost
@@ -138,8 +139,9 @@ class BadSource(kvtransfer_pb2_grpc.KVTransferServiceServicer):
 
     async def Fetch(self, request_iterator: Any, context: Any) -> AsyncIterator[kvtransfer_pb2.FetchResponse]:
         self.num_fetches += 1
-        await anext(aiter(request_iterator))
-        blocks = kvtransfer_pb2.FetchBlocks(data=[self._block] * self.num_blocks)
+        opened = (await anext(aiter(request_iterator))).open
+        checksums = [checksum(self._block)] * self.num_blocks if opened.checksums else []
+        blocks = kvtransfer_pb2.FetchBlocks(data=[self._block] * self.num_blocks, checksums=checksums)
         yield kvtransfer_pb2.FetchResponse(blocks=blocks)
         if self.seal is not None:
             yield kvtransfer_pb2.FetchResponse(sealed=self.seal)

@@ -245,6 +245,7 @@ class Destination:
         silence_s: float = HANG_S,
         dial: Callable[[str], grpc.aio.Channel] = dial,
         copy_threads: Executor | None = None,
+        checksums: bool = False,
     ) -> None:
         self.clock = ManualClock()
         self.memory = MemfdMemory(64, layout.block_bytes)
@@ -262,6 +263,7 @@ class Destination:
             self.clock,
             transports=[self.mappings, self.nixl, GrpcDestination(layout.block_bytes), self.sockets],
             peers=self.peers,
+            checksums=checksums,
             copy_threads=copy_threads,
         )
         self._free = list(range(64))
@@ -277,7 +279,6 @@ class Destination:
         leg: int = 1,
         first_block: int = 0,
         transport: str = "auto",
-        checksums: bool = False,
     ) -> FetchOrder:
         """Makes an order with one block more than the prompt needs, as a decode worker reserves it. `transport`: none
         but that one is offered."""
@@ -290,7 +291,7 @@ class Destination:
             where.ClearField("offers")
             where.offers.extend(offers)
         targets = import_.block_ids[:num_blocks]
-        return FetchOrder(where, lease.lease_id, leg, import_, first_block, targets, checksums)
+        return FetchOrder(where, lease.lease_id, leg, import_, first_block, targets)
 
     async def fetch(self, source: Source, lease: Lease, **options: Any) -> FetchOutcome:
         return await self.fetcher.fetch(self.order(source, lease, **options))

@@ -16,11 +16,21 @@ from tests.support.trusted import CLUSTER_TOKEN
 class Stuck:
     """Answers at a source's address with the right proof, then grants what is asked for and sends only a part of it."""
 
-    def __init__(self, incarnation: int, *, token: str = CLUSTER_TOKEN, granted: int | None = None, sent: int = 100):
+    def __init__(
+        self,
+        incarnation: int,
+        *,
+        token: str = CLUSTER_TOKEN,
+        granted: int | None = None,
+        sent: int = 100,
+        cuts: bool = False,
+    ) -> None:
+        """With `cuts` it closes the connection then, and else waits for its peer to do that."""
         self._incarnation = incarnation
         self._token = token
         self._granted = granted
         self._sent = sent
+        self._cuts = cuts
         self.asked = asyncio.Event()
         self.left = asyncio.Event()
         self.magic = MAGIC
@@ -43,6 +53,7 @@ class Stuck:
             num_bytes = num_blocks * LAYOUT.block_bytes if self._granted is None else self._granted
             writer.write(ANSWER.pack(num_bytes, GRANTED) + bytes(self._sent))
             self.asked.set()
-            await reader.read()
+            if not self._cuts:
+                await reader.read()
         writer.close()
         self.left.set()

@@ -8,15 +8,17 @@ their ends are made; nothing else asks which of them it has before it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.errors import TransferFailed
+from services.kv.layout import Layout
 from services.kv.lease import FetchTicket
 from services.kv.regions import BlockMemory
+from services.kvtransfer.wire import whole_shard
 
 T = TypeVar("T")
 
@@ -52,6 +54,16 @@ class SourceEnd(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def offers_of(ends: Iterable[SourceEnd], layout: Layout) -> list[types_pb2.KVOffer]:
+    """Returns what the ends offer, with the parts of blocks that they have: whole ones of this layout."""
+    offers = []
+    for end in ends:
+        offer = types_pb2.KVOffer(shards=[whole_shard(layout)])
+        offer.MergeFrom(end.offer())  # which may be the same object again and again
+        offers.append(offer)
+    return offers
 
 
 class DestinationEnd(Protocol):
@@ -128,11 +140,12 @@ class Copier(Protocol):
         ...
 
     def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:
-        """Returns how many blocks the message brings. Raises ProtocolViolation if they cannot be copied."""
+        """Returns how many blocks the message brings. Raises ProtocolViolation if they are none that can be copied."""
         ...
 
     def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
-        """Writes the message's blocks to the pool blocks `targets`, one each.
+        """Writes the message's blocks to the pool blocks `targets`, one each. Raises TransferFailed and
+        ProtocolViolation.
 
         It reads and writes nothing after it has returned, nor after it has raised.
         """

@@ -89,12 +89,13 @@ class GrpcCopier:
         self._block_bytes = block_bytes
 
     def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:
-        if any(len(block) != self._block_bytes for block in message.data):
-            raise ProtocolViolation(f"a block is not {self._block_bytes} bytes")
         return len(message.data)
 
     def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
-        memory.write_blocks(targets, message.data)
+        data = list(message.data)  # once, and on the thread: each look at them copies them out of the message
+        if any(len(block) != self._block_bytes for block in data):
+            raise ProtocolViolation(f"a block is not {self._block_bytes} bytes")
+        memory.write_blocks(targets, data)
 
     def stop(self) -> None:
         """Does nothing: a copy in memory is soon over."""

@@ -103,8 +103,8 @@ class MappingCache:
         mapping = await self.get(source, offer.shm_socket)
         mapping.pin()
         copying = asyncio.get_running_loop().run_in_executor(None, mapping.probe)
-        copying.add_done_callback(lambda _: mapping.unpin())  # the thread goes on if this task is cancelled
-        return await copying
+        copying.add_done_callback(lambda _: mapping.unpin())
+        return await asyncio.shield(copying)  # the thread goes on if this task is cancelled
 
     async def get(self, source: types_pb2.KVSource, name: str) -> Mapping:
         """Returns the source's mapping, made on first use from its socket `name`. Pin it before the next await.

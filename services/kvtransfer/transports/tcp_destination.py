@@ -120,7 +120,12 @@ class TcpDestination:
     async def probe(self, source: types_pb2.KVSource, offer: types_pb2.KVOffer) -> float:
         copier = await self.connect(source, offer, FetchName(PROBE, 0))
         copier.pin()
-        loop, probing = asyncio.get_running_loop(), self.threads.submit(copier.probe)
+        loop = asyncio.get_running_loop()
+        try:
+            probing = self.threads.submit(copier.probe)
+        except RuntimeError:  # there is no thread for it
+            copier.unpin()
+            raise
         # A connection that was closed while its thread is in a call could be another one for the rest of that call.
         probing.add_done_callback(lambda _: loop.call_soon_threadsafe(copier.unpin))
         try:

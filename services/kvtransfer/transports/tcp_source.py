@@ -237,9 +237,13 @@ class _Server:
             accepted.close()
             return
         thread = threading.Thread(target=self._serve, args=(served,), name="kv-tcp-source", daemon=True)
-        with self._lock:
-            self._serving[thread] = served
-        thread.start()
+        try:
+            with self._lock:  # which the thread takes when it ends
+                thread.start()
+                self._serving[thread] = served
+        except RuntimeError as error:  # the process has no more threads
+            served.connection.close()
+            self._refused(served.who, str(error))
 
     def _makes_room(self) -> bool:
         """Ends the connection that has been a stranger longest, if there are too many. Returns whether there is room

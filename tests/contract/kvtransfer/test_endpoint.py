@@ -52,6 +52,7 @@ class Store:
             lend=self._lend,
             give_back=self.given_back.extend,
             reader=reader,
+            checksums=True,
         )
         self.server = GrpcServer(token=CLUSTER_TOKEN)
         self.endpoint.register(self.server)

@@ -27,10 +27,10 @@ WIRE = {name: types_pb2.Transport.Value(f"TRANSPORT_{name.upper()}") for name in
 @TRANSPORTS
 @pytest.mark.parametrize(("num_tokens", "checksums"), [(1, False), (16, True), (17, False), (320, True)])
 async def test_a_sealed_lease_is_copied_and_released(transport: str, checksums: bool, num_tokens: int) -> None:
-    source, destination = Source(), Destination()
+    source, destination = Source(), Destination(checksums=checksums)
     async with running(source, destination):
         lease = source.lease(num_tokens, sealed=True)
-        order = destination.order(source, lease, transport=transport, checksums=checksums)
+        order = destination.order(source, lease, transport=transport)
         outcome = await destination.fetcher.fetch(order)
         assert outcome.ready
         assert outcome.first_token == TOKEN

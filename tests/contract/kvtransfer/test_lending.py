@@ -17,6 +17,7 @@ from services.kvtransfer.borrowing import LOAN_LEG, Loan
 from services.kvtransfer.client import FetchOrder
 from services.kvtransfer.lending import MOST_LENDS, MOST_LENT_S, UNFETCHED_S
 from services.kvtransfer.servicer import KVTransferServicer
+from services.kvtransfer.wire import whole_shard
 from services.rpc.interceptors import CallContext
 from tests.support.kv_harness import LAYOUT, Destination, Source, opening, raw_stub, running, until
 from tests.support.kv_memory import content
@@ -75,6 +76,7 @@ async def test_what_is_lent_is_fetched_and_released_as_a_handoff_is(transport: s
     async with running(source, destination):
         loan = await borrow(source, destination, source.cache(5))
         assert loan.num_blocks == source.lender.num_lent_blocks == 5
+        assert all(list(offer.shards) == [whole_shard(LAYOUT)] for offer in loan.source.offers)
         order = order_for(source, destination, loan, transport=transport)
         outcome = await destination.fetcher.fetch(order)
         assert outcome.ready

@@ -248,6 +248,28 @@ async def test_a_peer_that_talks_is_hung_up_on(server: ShmServer) -> None:
         await until(lambda: server.num_connections == 0)
 
 
+async def test_a_mapping_stays_while_a_probe_that_was_given_up_reads_it(
+    server: ShmServer, cache: MappingCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, probe = Gate(), Mapping.probe
+
+    def wait(self: Mapping) -> float:
+        gate.enter()
+        return probe(self)
+
+    monkeypatch.setattr(Mapping, "probe", wait)
+    source, name = at(server.name)
+    mapping = await cache.get(source, name)
+    probing = asyncio.create_task(cache.probe(source, types_pb2.KVOffer(shm_socket=name)))
+    await gate.entered()
+    probing.cancel()
+    await asyncio.wait([probing])
+    cache.close()
+    assert not mapping.closed
+    gate.open()
+    await until(lambda: mapping.closed)
+
+
 async def test_close_leaves_nothing(memory: MemfdMemory, cache: MappingCache, tmp_path: Path) -> None:
     for name in (None, str(tmp_path / "kv.sock")):
         before = open_files()

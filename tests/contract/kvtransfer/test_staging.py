@@ -42,10 +42,10 @@ async def seal_was_read() -> None:
 @pytest.mark.parametrize(("num_tokens", "checksums"), [(1, True), (17, False), (320, True)])
 async def test_a_sealed_lease_is_copied_and_released(num_slots: int, checksums: bool, num_tokens: int) -> None:
     """A lease may have more blocks than there are slots."""
-    source, destination = Source(num_slots=num_slots), Destination()
+    source, destination = Source(num_slots=num_slots), Destination(checksums=checksums)
     async with running(source, destination):
         lease = source.lease(num_tokens, sealed=True)
-        order = destination.order(source, lease, transport="shm", checksums=checksums)
+        order = destination.order(source, lease, transport="shm")
         outcome = await destination.fetcher.fetch(order)
         assert outcome.ready
         assert outcome.first_token == TOKEN
@@ -286,14 +286,14 @@ class TestUnderOurOwnCopy:
 
 
 async def test_a_slot_that_is_corrupted_on_the_way_is_data_loss() -> None:
-    source, destination = Source(num_slots=4), Destination()
+    source, destination = Source(num_slots=4), Destination(checksums=True)
     async with running(source, destination):
         lease = source.lease(40, sealed=True)
         destination.memory.corrupts = True
         with pytest.raises(CorruptBlock):
-            await destination.fetch(source, lease, transport="shm", checksums=True)
+            await destination.fetch(source, lease, transport="shm")
         destination.memory.corrupts = False
-        order = destination.order(source, lease, leg=2, transport="shm", checksums=True)
+        order = destination.order(source, lease, leg=2, transport="shm")
         assert (await destination.fetcher.fetch(order)).ready
         assert destination.holds(order.targets) == source.expected(lease)
 

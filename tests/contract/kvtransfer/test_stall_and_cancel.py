@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -166,6 +167,28 @@ class TestCancellation:
             assert not any(map(any, destination.holds(second.targets)))
             source.table.abort(second.lease_id, 0.0)
 
+    @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+    async def test_a_copy_for_which_there_is_no_thread_frees_its_blocks(
+        self, transport: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in a container that may have no more of them. The next fetch is served when there is one."""
+        source, destination, start = Source(), Destination(), threading.Thread.start
+
+        def start_some(self: threading.Thread) -> None:
+            if self.name.startswith(("kv-copy_", "kv-tcp_")):
+                raise RuntimeError("can't start new thread")
+            start(self)
+
+        async with running(source, destination):
+            lease = source.lease(40, sealed=True)
+            order = destination.order(source, lease, transport=transport)
+            with monkeypatch.context() as no_threads:
+                no_threads.setattr(threading.Thread, "start", start_some)
+                with pytest.raises(RuntimeError, match="new thread"):
+                    await destination.fetcher.fetch(order)
+            assert order.import_.state is ImportState.FREED
+            assert (await destination.fetch(source, lease, leg=2, transport=transport)).ready
+
     @TRANSPORTS
     @pytest.mark.parametrize("released", [True, False])
     async def test_during_the_release(self, transport: str, released: bool) -> None:
@@ -205,18 +228,18 @@ class TestCancellation:
 
 @TRANSPORTS
 async def test_a_corrupted_block_is_data_loss_and_the_lease_lives(transport: str) -> None:
-    source, destination = Source(), Destination()
+    source, destination = Source(), Destination(checksums=True)
     async with running(source, destination):
         lease = source.lease(40, sealed=True)
         destination.memory.corrupts = True
-        order = destination.order(source, lease, transport=transport, checksums=True)
+        order = destination.order(source, lease, transport=transport)
         with pytest.raises(CorruptBlock) as raised:
             await destination.fetcher.fetch(order)
         assert lease_may_live(raised.value)
         assert destination.freed == [order.import_]
         assert lease.state is LeaseState.SEALED
         destination.memory.corrupts = False
-        assert (await destination.fetch(source, lease, leg=2, transport=transport, checksums=True)).ready
+        assert (await destination.fetch(source, lease, leg=2, transport=transport)).ready
 
 
 async def test_a_release_whose_answer_was_lost_is_repeated() -> None:

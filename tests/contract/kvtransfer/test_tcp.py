@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -81,6 +82,10 @@ class Peer:
         return await self.read(num_bytes) if status == GRANTED else None
 
 
+def no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 @contextlib.asynccontextmanager
 async def connected(source: Source) -> AsyncIterator[Peer]:
     peer = await asyncio.to_thread(Peer, source)
@@ -116,6 +121,27 @@ class TestWhoIsAnswered:
         async with running(source), connected(source) as silent:
             await silent.read(GREETING.size)
             assert await silent.read(1) == b""
+
+    async def test_who_does_not_read_is_hung_up_on(self) -> None:
+        source = Source(silence_s=0.2)
+        async with running(source), connected(source) as deaf:
+            assert await deaf.introduce()
+            for _ in range(16):  # more than the kernel keeps for somebody who does not read
+                deaf.socket.sendall(REQUEST.pack(PROBE, 0, 0, PROBE_BYTES >> 10))
+            await until(lambda: source.tcp.num_connections == 0)
+
+    async def test_one_for_whom_there_is_no_thread_is_hung_up_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a container that may have no more of them. Those who come when there is one are served again."""
+        source = Source()
+        async with running(source):
+            with monkeypatch.context() as no_threads:
+                no_threads.setattr(threading.Thread, "start", no_thread)
+                with socket.create_connection(parse(source.tcp.address)) as refused:
+                    refused.setblocking(False)
+                    assert await asyncio.get_running_loop().sock_recv(refused, 1) == b""
+            assert source.tcp.num_connections == 0
+            async with connected(source) as peer:
+                assert await peer.introduce()
 
     async def test_strangers_do_not_take_the_places_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tcp_source, "MAX_STRANGERS", 2)
@@ -296,6 +322,19 @@ class TestBadSources:
                 await fetch
             await until(lambda: held.import_.state is ImportState.FREED)
             source.table.abort(held.lease_id, 0.0)
+
+    async def test_one_whose_connection_is_cut_within_a_block(self) -> None:
+        """Nothing of the block is used, and the same lease is fetched again by a connection that is whole."""
+        source, destination = Source(), Destination()
+        stuck = Stuck(source.incarnation, cuts=True)
+        async with running(source, destination), stuck.running() as offer:
+            lease = source.lease(40, sealed=True)
+            order = destination.order(source, lease, transport="tcp")
+            order.source.offers[0].CopyFrom(offer)
+            with pytest.raises(TransferFailed, match="within a message"):
+                await destination.fetcher.fetch(order)
+            await until(lambda: order.import_.state is ImportState.FREED)
+            assert (await destination.fetch(source, lease, leg=2, transport="tcp")).ready
 
     async def test_a_cancel_within_a_message_closes_the_connection_and_frees_the_blocks(self) -> None:
         source, destination = Source(), Destination()

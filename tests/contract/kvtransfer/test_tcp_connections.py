@@ -54,11 +54,11 @@ class TestConnections:
 
     async def test_copies_are_under_way_on_each_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tcp_source, "MESSAGE_BYTES", LAYOUT.block_bytes)
-        source, destination = Source(), Destination()
+        source, destination = Source(), Destination(checksums=True)
         destination.memory.gate = gate = Gate()
         async with running(source, destination):
             lease = source.lease(16 * 5, sealed=True)
-            order = destination.order(source, lease, transport="tcp", checksums=True)
+            order = destination.order(source, lease, transport="tcp")
             fetch = destination.start(order)
             await gate.entered()
             await until(lambda: order.import_.num_copies == 2 * tcp_destination.NUM_CONNECTIONS)

@@ -93,13 +93,13 @@ class TestWhoIsLetIn:
     async def test_workers_and_stores(
         self, tls: Certificates, certified: Path, monkeypatch: pytest.MonkeyPatch, role: str, token: str
     ) -> None:
-        destination = Destination()
+        destination = Destination(checksums=True)
         monkeypatch.setattr(kv_harness, "TLS", certificates(certified, role))
         source = Source()
         source.tcp._server._token = destination.sockets._token = token
         async with running(source, destination):
             lease = source.lease(200, sealed=True)
-            order = destination.order(source, lease, transport="tcp", checksums=True)
+            order = destination.order(source, lease, transport="tcp")
             assert (await destination.fetcher.fetch(order)).transport == types_pb2.TRANSPORT_TCP
             assert destination.holds(order.targets) == source.expected(lease)
 

@@ -12,7 +12,7 @@ from services.kvtransfer.client import FetchOutcome
 from services.kvtransfer.transports import PROBE_BYTES
 from services.kvtransfer.transports.grpc import GrpcDestination
 from services.kvtransfer.transports.tcp import Connection
-from services.kvtransfer.transports.tcp_destination import TcpCopier
+from services.kvtransfer.transports.tcp_destination import NUM_CONNECTIONS, TcpCopier
 from tests.support.kv_harness import LAYOUT, Destination, Source, running, until
 from tests.support.kv_memory import Gate
 from tests.support.stuck_source import Stuck
@@ -49,6 +49,15 @@ async def test_a_probe_that_is_given_up_closes_no_connection_in_use(monkeypatch:
         gate.open()
         await stuck.left.wait()
         await until(lambda: len(closed) == 1)
+
+
+async def test_a_probe_for_which_there_is_no_thread_keeps_no_connection() -> None:
+    source, destination = Source(), Destination()
+    async with running(source, destination):
+        destination.sockets.threads.shutdown()
+        with pytest.raises(RuntimeError):
+            await destination.sockets.probe(source.where, source.tcp.offer())
+        assert destination.sockets.num_idle == NUM_CONNECTIONS
 
 
 async def test_a_socket_where_nobody_answers_is_waited_for_once() -> None:

@@ -45,7 +45,7 @@ def expected(model: Path) -> list[int]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(model: Path) -> AsyncIterator[Cluster]:
-    async with running_cluster(model, [PREFILL, DECODE], checksums=True) as cluster:
+    async with running_cluster(model, [PREFILL, DECODE]) as cluster:
         yield cluster
 
 
@@ -71,7 +71,7 @@ async def good(cluster: Cluster, expected: list[int]) -> None:
 async def test_a_corrupted_block_reaches_no_client(
     model: Path, expected: list[int], transport: str, num_flips: int
 ) -> None:
-    async with running_cluster(model, [PREFILL, DECODE], checksums=True, transport=transport) as cluster:
+    async with running_cluster(model, [PREFILL, DECODE], transport=transport) as cluster:
         prefill, decode = cluster.workers
         memory = FlippingMemory(decode)
         memory.num_flips = num_flips

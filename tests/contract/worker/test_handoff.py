@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from baton.v1 import types_pb2, worker_pb2
 from services.core.errors import RoleGone
@@ -27,6 +28,7 @@ from tests.support.workers import (
     running_worker,
     until,
     worker_config,
+    worker_metrics,
 )
 
 
@@ -64,6 +66,25 @@ async def test_the_handoff_equals_one_worker(model: Path, transport: str) -> Non
         assert ended.reason == worker_pb2.LEASE_END_REASON_RELEASED
         await idle(target)
         assert ids == await alone(target, router)
+
+
+async def test_blocks_that_the_destination_has_are_counted_and_not_moved(model: Path) -> None:
+    """The second of two like prompts brings only the block that is computed anew."""
+    router, config = ScriptedRouter(), worker_config(model)
+    async with running_worker(config, PREFILL) as source, running_worker(config, DECODE) as target:
+        moved = []
+        async with router.session(source) as prefill, router.session(target) as decode:
+            for _ in range(2):
+                leg, decode_leg = router.new_leg(), router.new_leg()
+                await prefill.send(prefill=prefill_command(leg))
+                await decode.send(decode=decode_command(decode_leg, await prefill.next("started", leg)))
+                _, finish = await decode.tokens(decode_leg)
+                moved.append(finish.timings.transfer_blocks)
+        metrics = worker_metrics(target)
+        text = generate_latest(metrics.registry).decode()
+        metrics.close()
+    assert moved == [7, 1]
+    assert "baton_kv_blocks_not_moved_total 6.0" in text
 
 
 async def test_a_mixed_worker_adopts_its_own_lease(model: Path) -> None:

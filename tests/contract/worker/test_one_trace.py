@@ -60,6 +60,7 @@ async def test_the_split(model: Path, transport: str) -> None:
     assert transfer is not None
     assert transfer[Attr.TRANSFER_TRANSPORT] == transport
     assert transfer[Attr.TRANSFER_BLOCKS] == 13
+    assert transfer[Attr.TRANSFER_BLOCKS_NOT_MOVED] == 0
     assert transfer[Attr.TRANSFER_BYTES] == 13 * 3 * 2 * 16 * 2 * 16 * 4
     # The critical path: what waits for what.
     path = [Span.TOKENIZE, Span.QUEUE, Span.PREFILL_WAIT, Span.PREFILL_COMPUTE, Span.DECODE_WAIT, Span.DECODE_RUN]

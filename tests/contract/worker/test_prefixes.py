@@ -70,11 +70,11 @@ def brought(host: WorkerHost) -> int:
     return host.tally.prefix_tokens_brought["peer"]
 
 
-@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("checksums", ["never", "always"])
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 @pytest.mark.parametrize("phase", ["prefill", "unsplit"])
 async def test_what_another_has_computed_is_not_computed_again(
-    model: Path, phase: str, transport: str, checksums: bool
+    model: Path, phase: str, transport: str, checksums: str
 ) -> None:
     router, config = ScriptedRouter(), worker_config(model, transport=transport, checksums=checksums)
     async with running_worker(config, MIXED) as source, running_worker(config, MIXED) as target:
@@ -314,7 +314,7 @@ async def test_what_looks_like_the_end_of_an_answer_is_none(model: Path) -> None
 
 
 async def test_a_block_that_arrives_damaged_is_not_used(model: Path) -> None:
-    router, config = ScriptedRouter(), worker_config(model, checksums=True)
+    router, config = ScriptedRouter(), worker_config(model)
     async with running_worker(config, MIXED) as source, running_worker(config, MIXED) as target:
         ids = await alone(source, router)
         FlippingMemory(target).num_flips = 1

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def crowded(model: Path, num_blocks: int = 64, transport: str = "auto") -> AsyncIterator[Cluster]:
     """Yields a cluster whose decode worker has room for one of the prompts; the last of its workers is a store."""
     each = [{"kv_blocks": 64}, {"kv_blocks": 8}]
-    config = {"transport": transport, "checksums": True}
+    config = {"transport": transport, "checksums": "always"}
     async with running_cluster(model, [PREFILL, DECODE], each=each, **config) as cluster:
         book = cluster.router.coordinator._book
         # On a fast machine the decode worker may have room again before a handoff is parked.

@@ -50,6 +50,7 @@ def record(tracers: dict[str, Tracer], request_id: str, start_s: float, *, parke
     moved = {
         Attr.TRANSFER_BYTES: 3 << 20,
         Attr.TRANSFER_BLOCKS: 96,
+        Attr.TRANSFER_BLOCKS_NOT_MOVED: 24,
         Attr.TRANSFER_TRANSPORT: "shm",
         Attr.TRANSFER_OVERLAPPED_MS: 0.0 if parked else 67.0,
         Attr.TRANSFER_EXPOSED_MS: 4.0,
@@ -116,7 +117,7 @@ def test_the_waterfall_of_one_request(tracers, tmp_path, capsys):
     assert transfer.endswith("░█")
     assert "first token after 120.0 ms" in lines
     assert "second token 20.0 ms later" in lines
-    assert "KV moved: 3.0 MiB in 96 blocks by shm" in lines
+    assert "KV moved: 3.0 MiB in 96 blocks by shm; 24 more were there" in lines
 
 
 def test_the_json_of_one_request(tracers, tmp_path, capsys):
@@ -148,7 +149,7 @@ def test_the_json_of_one_request(tracers, tmp_path, capsys):
         },
         abs=0.01,
     )
-    assert document["transfer"] == {"bytes": 3 << 20, "blocks": 96, "transport": "shm"}
+    assert document["transfer"] == {"bytes": 3 << 20, "blocks": 96, "blocks_not_moved": 24, "transport": "shm"}
     assert len(document["spans"]) == 11
     assert {span["attributes"][Attr.REQUEST_ID] for span in document["spans"]} == {"req-1"}
 
