@@ -111,8 +111,8 @@ async def test_every_way_gives_the_script(model: Path, roles: list[Roles], trans
 
 
 async def test_what_the_memory_holds_is_what_is_said(model: Path) -> None:
-    """The tests above would not notice a missing block otherwise."""
-    async with running_cluster(model, [PREFILL, DECODE], load=ScriptedEngine) as cluster:
+    """The tests above would not notice a missing block otherwise, and checksums would before them."""
+    async with running_cluster(model, [PREFILL, DECODE], load=ScriptedEngine, checksums="never") as cluster:
         cache, written = scripted(cluster.workers[1]).cache, []
 
         def write_nothing(block_ids: Sequence[int], data: Any) -> None:
