@@ -4,6 +4,7 @@ metrics, errors of clients, the logs of requests and of usage, and the trace of 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,30 @@ COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "hello", "max_tokens": 4}
 
 
-async def test_no_key_is_found_in_what_a_router_writes_and_answers(
-    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Written(logging.Handler):
+    """Keeps all that is logged, as text at once: gRPC logs objects whose text cannot be had when their call is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not record.name.startswith("http"):  # that is this test's client
+            self.texts += [self.format(record), str(vars(record))]
+
+
+@pytest.fixture
+def written(caplog: pytest.LogCaptureFixture) -> Iterator[Written]:
     caplog.set_level(logging.DEBUG)
+    handler = Written()
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
+
+
+async def test_no_key_is_found_in_what_a_router_writes_and_answers(
+    model: str, tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = TenantsFile(tmp_path)
     file.write(acme={}, narrow={"models": ["another"]}, late={})
     late = file.entry("late") | {"expires": "2020-01-01"}
@@ -53,13 +74,9 @@ async def test_no_key_is_found_in_what_a_router_writes_and_answers(
             broken.setattr(Intake, "_tokenise", _fail)
             await ask(right)
         status = await cluster.control.GetStatus(control_pb2.GetStatusRequest())
-        written = [str(status), generate_latest(cluster.router._metrics.registry).decode()]
-        written += [span.to_json() for span in cluster.spans.get_finished_spans()]
-    ours = [each for each in caplog.records if not each.name.startswith("http")]  # the rest is this test's client's
-    written += [text for each in ours for text in (caplog.handler.format(each), str(vars(each)))]
-    written += told
-    written += map(_text, logs.values())
-    everything = "\n".join(written)
+        told += [str(status), generate_latest(cluster.router._metrics.registry).decode()]
+        told += [span.to_json() for span in cluster.spans.get_finished_spans()]
+    everything = "\n".join([*told, *written.texts, *map(_text, logs.values())])
     for expected in ("acme/", "401 ", "UNAUTHENTICATED", "PERMISSION_DENIED", "has expired", "a defect"):
         assert expected in everything, "this shows that it was looked at"
     for key in keys:
