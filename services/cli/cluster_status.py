@@ -28,7 +28,7 @@ class ClusterStatus:
     """Pairs between which a canary's KV has been handed over."""
     router_pid: int = 0
     port: int = 0
-    """On which the router serves gRPC."""
+    """The port of the router's gRPC API."""
     http_port: int = 0
 
 

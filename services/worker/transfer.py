@@ -178,7 +178,7 @@ def _offered(site: Site) -> Iterator[SourceEnd]:
 
 
 def checks_blocks(site: Site) -> bool:
-    """Returns whether blocks that are fetched are checked. In host memory that is under 1 % of what a request takes."""
+    """Returns whether blocks that are fetched are checked; `auto` spares those of a device the copy that it takes."""
     in_host_memory = site.memory.region(0).device == "cpu"
     return site.config.checksums == "always" or (site.config.checksums == "auto" and in_host_memory)
 

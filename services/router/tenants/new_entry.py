@@ -1,6 +1,6 @@
 """Adds a key to the text of a tenants file, whose other lines stay as they are, comments too.
 
-YAML has no writer that keeps what people wrote. So lines are put between others where the file's nodes say, and the
+PyYAML has no writer that keeps what people wrote. So lines are put between others where the file's nodes say, and the
 result is read and compared: what is not exactly the same tenants and one key more is refused. Owns: where an entry
 goes. Never: the file on the disk.
 """
