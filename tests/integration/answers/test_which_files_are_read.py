@@ -35,29 +35,3 @@ def test_a_file_that_config_json_names(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors.index.json"}))
     with pytest.raises(UnsupportedModel):
         load_model(model, "auto", torch.device("cpu"), "eager")
-
-
-def test_an_index_that_names_files_of_a_subfolder(tmp_path: Path) -> None:
-    """Transformers follows it, also out of the directory."""
-    model = tiny_model("llama", tmp_path)
-    index = json.loads(doubled(model, model / "sub").read_text())
-    (model / "model.safetensors").rename(model / "a.safetensors")  # what is checked: nothing is doubled here
-    save_file({"another": torch.zeros(1)}, model / "b.safetensors", metadata={"format": "pt"})
-    index["weight_map"] = {name: f"sub/{file}" for name, file in index["weight_map"].items()}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UnsupportedModel):
-        load_model(model, "auto", torch.device("cpu"), "eager")
-
-
-def test_an_index_that_names_files_outside(tmp_path: Path) -> None:
-    model = tiny_model("llama", tmp_path)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    tensors = load_file(model / "model.safetensors")
-    save_file(tensors, elsewhere / "a.safetensors", metadata={"format": "pt"})
-    (model / "model.safetensors").rename(model / "a.safetensors")
-    where = f"../{elsewhere.relative_to(model.parent)}/a.safetensors"
-    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, where)}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UnsupportedModel):
-        load_model(model, "auto", torch.device("cpu"), "eager")
