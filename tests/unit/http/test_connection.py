@@ -315,10 +315,11 @@ async def test_parts_wait_for_a_client_that_does_not_read(stage: Stage, version:
 async def test_a_stream_whose_head_takes_the_rest_of_the_room(stage: Stage) -> None:
     """Its first part comes with the head."""
     client = await stage.client()
-    client.writer.transport.pause_reading()
+    transport: Any = client.writer.transport
+    transport.pause_reading()
     client.writer.write(GET % b"brimful" + LAST % b"parts")
     assert await stage.app.begun.get() == "no room"
-    client.writer.transport.resume_reading()
+    transport.resume_reading()
     body = (await client.reader.read()).rpartition(b"\r\n\r\n" + b"%x\r\n" % len(PARTS[0]))[2]
     assert body.startswith(PARTS[0])
     assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
