@@ -73,7 +73,7 @@ class Outlook:
     prompt_tokens_each: float = 0.0
     """Prompt tokens of a request between the queue and a decode worker, on average."""
     output_tokens_each: float = 0.0
-    """Output tokens that such a request is expected to get yet, on average."""
+    """Output tokens that a request between the queue and a decode worker is expected to get yet, on average."""
 
 
 class Book:
@@ -661,7 +661,7 @@ class Book:
         return sum(share.num_expected for share in self._expecting)
 
     def expecting(self) -> list[Share]:
-        """Returns the tenants of such requests."""
+        """Returns the shares of tenants whose prompts are being tokenised."""
         return list(self._expecting)
 
     def expect(self, expected: ExpectedRequest, now: float) -> Share:

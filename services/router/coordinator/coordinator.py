@@ -403,8 +403,8 @@ class Coordinator:
         return None
 
     def stage_of(self, request_id: str) -> LiveStage | None:
-        """Returns where a live request is now, of one that has come apart its first part; None if none of that id
-        lives."""
+        """Returns where a live request is now; None if none of that id lives. Where its answers have been begun again
+        by themselves, the first of them counts."""
         request = next(iter(self._book.of_id(request_id)), None)
         if request is None:
             return None
@@ -414,7 +414,7 @@ class Coordinator:
         return LiveStage(request.phase, since_s, request.story.cached_tokens, request.story.num_retries)
 
     def progress_of(self, request_id: str, now: float) -> LiveProgress | None:
-        """Returns how far a live request has come, of one that has come apart its first part; None if it has ended."""
+        """Returns how far a live request has come, judged as `stage_of` does; None if it has ended."""
         request = next(iter(self._book.of_id(request_id)), None)
         return None if request is None else progress_of(request, self._places, len(self._book.queue), now)
 

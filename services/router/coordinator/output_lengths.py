@@ -4,7 +4,8 @@ Owns: for each caller and length of prompt the newest outputs' lengths, and thei
 `_WINDOW` lengths, and of callers' keys those that had an output most lately are kept. Never: a request.
 
 Requests are alike if they are of one caller and their prompts have as many binary digits of length; a model has an
-object of its own. Where too few like it have finished, those of all callers with such prompts count, then all.
+object of its own. Where too few requests of a caller have finished, those of all callers with prompts of that length
+are taken, then all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import deque
 
 _WINDOW = 64
 _ENOUGH = 8
-"""So many lengths tell something of a key; fewer do not, and what is known of more requests counts instead."""
+"""The fewest lengths of a key by which its outputs are judged; with fewer, those of more requests are taken."""
 _MOST_KEYS = 1024
 
 

@@ -437,7 +437,7 @@ class WorkerTable:
             time.tried(now)
 
     def handoff_ms(self, source: Source, target_id: str, num_tokens: float, now: float) -> float | None:
-        """Returns what the handoff of so many tokens is expected to take; None while it is not known."""
+        """Returns the milliseconds that a handoff is expected to take; None while they are not known."""
         time = self._handoff_time(self._workers[source.worker_id].info, target_id)
         return None if time is None else time.expected_ms(num_tokens, source.step_tokens, source.token_ms, now)
 
@@ -600,9 +600,8 @@ class WorkerTable:
 
     @property
     def longest_proven(self) -> int | None:
-        """Returns the longest sequence, in tokens, that a decode worker could hold that has had a session.
-
-        Lost workers, and those that left, count too. None if there is no such worker.
+        """Returns the longest sequence, in tokens, that a decode worker with a past or present session could hold; None
+        if there was no such worker.
         """
         if self._longest_proven is None:
             views = self.cluster.views

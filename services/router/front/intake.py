@@ -37,6 +37,7 @@ from services.router.front.validation import (
     tools_of,
     utf8_bytes,
     validate,
+    variables_of,
 )
 from services.router.telemetry.request_log import RequestDetails, RequestLog
 from services.router.telemetry.request_metrics import RequestMetrics, RequestRecord
@@ -411,7 +412,13 @@ def encoding(
     messages, tools, chat = messages_of(request), tools_of(request), request.messages
     num_bytes = text_bytes(messages) + text_bytes(tools)
     return num_bytes, functools.partial(
-        text.encode_messages, messages, most_tokens, tools=tools, special=special, ending=_ending(chat)
+        text.encode_messages,
+        messages,
+        most_tokens,
+        tools=tools,
+        variables=variables_of(chat),
+        special=special,
+        ending=_ending(chat),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
-from services.router.text.chat import Message, Tool
+from services.router.text.chat import OWN_VARIABLES, Message, Tool, Variables
 from services.router.text.model_facts import ModelFacts
 from services.router.text.output.families import NONE, ModelForms
 from services.router.text.output.form import PLAIN, OutputForm
@@ -234,9 +234,15 @@ def messages_of(request: inference_pb2.GenerateRequest) -> list[Message]:
     return messages
 
 
+def variables_of(chat: inference_pb2.ChatMessages) -> Variables:
+    """Returns what the template is given beside its own variables."""
+    return {each.name: getattr(each, each.WhichOneof("value")) for each in chat.template_variables}
+
+
 def chat_texts(request: inference_pb2.GenerateRequest) -> list[str]:
-    """Returns all texts of messages and tools."""
+    """Returns all texts of messages, tools and variables."""
     texts = [text for tool in request.tools for text in (tool.name, tool.description, tool.parameters_schema)]
+    texts += (variable.text for variable in request.messages.template_variables)
     for message in request.messages.messages:
         texts += (message.content, message.reasoning, message.name, message.tool_call_id)
         texts += (text for call in message.tool_calls for text in (call.id, call.name, call.arguments))
@@ -257,6 +263,9 @@ def output_form(request: inference_pb2.GenerateRequest, forms: ModelForms, *, is
 
 
 MAX_MESSAGES = 1024
+MAX_VARIABLES = 32
+"""The most variables that a chat template is given by a client."""
+MAX_VARIABLE_CHARS = 4096
 MAX_PROMPT_TOKENS = 1 << 20
 """The most token ids in a prompt, even in one that is to be truncated."""
 MAX_PRIORITY = 100
@@ -375,7 +384,25 @@ def _messages(request: inference_pb2.GenerateRequest, facts: ModelFacts) -> None
     if request.response.echo_text:
         raise InvalidRequest("response.echo_text", "is not available with messages")
     check_chat(chat.messages, facts.forms)
+    _variables(chat)
     _text_bytes("messages", chat_texts(request), facts)
+
+
+def _variables(chat: inference_pb2.ChatMessages) -> None:
+    field = "messages.template_variables"
+    if (count := len(chat.template_variables)) > MAX_VARIABLES:
+        raise InvalidRequest(field, f"has {count} entries; at most {MAX_VARIABLES} are allowed")
+    for variable in chat.template_variables:
+        check_label(field, variable.name)
+        place = f"{field}.{variable.name}"
+        if variable.name in OWN_VARIABLES:
+            raise InvalidRequest(place, "is a variable that the server sets")
+        if variable.WhichOneof("value") is None:
+            raise InvalidRequest(place, "has no value")
+        if len(variable.text) > MAX_VARIABLE_CHARS:
+            raise InvalidRequest(
+                place, f"has {len(variable.text)} characters; at most {MAX_VARIABLE_CHARS} are allowed"
+            )
 
 
 def check_token_ids(token_ids: Sequence[int], facts: ModelFacts, field: str = "token_ids") -> None:

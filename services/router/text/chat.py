@@ -10,6 +10,15 @@ Message = Mapping[str, Any]
 """Is a message as templates know it, but that the arguments of its `tool_calls` are still JSON text."""
 Tool = Mapping[str, str]
 """Has the name of a function, its description if there is one, and the JSON Schema of its parameters, as JSON text."""
+Variables = Mapping[str, bool | int | float | str]
+"""Maps variables that a client gives to a template to their values."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+"""Variables that have the texts of the model's special tokens."""
+OWN_VARIABLES = {
+    *SPECIAL_TOKENS,
+    *("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
+}
+"""Names of variables that no client gives a template: they come from the model, or from fields of the request."""
 
 
 class PromptEnd(enum.Enum):

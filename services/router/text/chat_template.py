@@ -82,7 +82,14 @@ class ChatTemplate:
             raise ConfigError(f"the model's chat template cannot be compiled: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opens_answer: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] = {},
+        *,
+        opens_answer: bool = True,
+    ) -> str:
         """Returns the prompt, with what opens the assistant's answer at its end or without.
 
         Raises InvalidRequest if the template refuses the messages, or makes too much of them.
@@ -90,11 +97,14 @@ class ChatTemplate:
         most_chars = _MOST_GROWTH * (text_bytes(messages) + text_bytes(tools)) + _MOST_ADDED_CHARS
         try:
             pieces = self._template.generate(
-                messages=[_with_objects(message) for message in messages],
-                tools=[_described(tool) for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=opens_answer,
-                **self._special_tokens,
+                {
+                    **variables,
+                    **self._special_tokens,
+                    "messages": [_with_objects(message) for message in messages],
+                    "tools": [_described(tool) for tool in tools] or None,
+                    "documents": None,
+                    "add_generation_prompt": opens_answer,
+                }
             )
             prompt = "".join(_up_to(most_chars, pieces))
             prompt.encode()  # no tokenizer takes half of a surrogate pair, which JSON in a call can express

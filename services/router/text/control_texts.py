@@ -25,7 +25,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from services.core.errors import InvalidRequest
-from services.router.text.chat import Message, Tool
+from services.router.text.chat import Message, Tool, Variables
 from services.router.text.output.tags import TAGS
 from services.router.text.streaming import panics_are_errors
 
@@ -62,11 +62,17 @@ class ControlTexts:
         self._inner = "\0".join(folded)
         self._longest = max(map(len, folded), default=0)
 
-    def marked(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], list[Tool]]:
-        """Returns the messages and tools with marks where they could make the text of a control token. Raises
-        InvalidRequest for JSON that is nested too deeply to be looked through."""
+    def marked(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: Variables
+    ) -> tuple[list[Message], list[Tool], Variables]:
+        """Returns the messages, tools and variables with marks where they could make the text of a control token.
+        Raises InvalidRequest for JSON that is nested too deeply to be looked through."""
         try:
-            return [self._marked(message) for message in messages], [self._marked(tool) for tool in tools]
+            return (
+                [self._marked(message) for message in messages],
+                [self._marked(tool) for tool in tools],
+                {name: self._marked(value) for name, value in variables.items()},
+            )
         except RecursionError:
             raise InvalidRequest("messages", "they, or the tools, have JSON that is nested too deeply") from None
 

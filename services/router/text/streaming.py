@@ -162,7 +162,7 @@ class StopFinder:
         return self._released(self._held, len(self._held))
 
     def _released(self, text: str, size: int) -> str:
-        """Returns so much of the text as it is shown, and holds the rest."""
+        """Returns the first `size` characters as they are shown, and holds the rest."""
         self._held = text[size:]
         if not self._hidden:
             return text[:size]

@@ -17,6 +17,14 @@ _KEEP_CHARACTERS = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
 _GROW_ONLY = ("ByteLevel", "Prepend", "NFD", "NFKD")
 _COMPOSE = ("NFC", "NFKC")
 _NUM_BYTES = 256
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = sorted({*range(_NUM_BYTES)} - {*_PRINTABLE})
+BYTES = {
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(_NUM_BYTES + index): byte for index, byte in enumerate(_OTHERS)},
+}
+"""Maps GPT-2's alphabet, in which byte-level vocabularies write, to bytes: printable ones stand for themselves, the
+others are U+0100 and up, in order."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ def _complete(tokenizer: Mapping[str, Any]) -> bool:
     if model.get("byte_fallback"):
         return all(f"<0x{byte:02X}>" in vocab for byte in range(_NUM_BYTES))
     if _has(tokenizer.get("pre_tokenizer"), "ByteLevel") or _has(tokenizer.get("normalizer"), "ByteLevel"):
-        return sum(len(token) == 1 for token in vocab) >= _NUM_BYTES and _byte_characters() <= set(vocab)
+        return sum(len(token) == 1 for token in vocab) >= _NUM_BYTES and BYTES.keys() <= set(vocab)
     return model.get("unk_token") is not None and not model.get("fuse_unk")
 
 
@@ -96,9 +104,3 @@ def _has(part: Mapping[str, Any] | None, kind: str) -> bool:
         return False
     parts: Sequence[Mapping[str, Any]] = part.get("normalizers") or part.get("pretokenizers") or []
     return part["type"] == kind or any(_has(one, kind) for one in parts)
-
-
-def _byte_characters() -> set[str]:
-    """Returns the characters that stand for bytes in byte-level vocabularies: Latin-1's printable, then from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return {chr(byte) for byte in printable} | {chr(0x100 + index) for index in range(_NUM_BYTES - len(printable))}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from services.router.text.streaming import panics_are_errors
+from services.router.text.token_bounds import BYTES
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -63,16 +64,6 @@ def _raw(token: str) -> bytes:
     """Returns the bytes of a token that is no text: <0xE2>, or the characters of byte-level vocabularies."""
     if match := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
-    if all(character in _BYTES for character in token):
-        return bytes(_BYTES[character] for character in token)
+    if all(character in BYTES for character in token):
+        return bytes(BYTES[character] for character in token)
     return token.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Returns GPT-2's alphabet: printable bytes stand for themselves, the others are U+0100 and up, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from services.core.model_files import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG
-from services.router.text.chat import Message, PromptEnd, Tool
+from services.router.text.chat import SPECIAL_TOKENS, Message, PromptEnd, Tool
 from services.router.text.chat_template import ChatTemplate
 from services.router.text.control_texts import ControlTexts, unmarked
 from services.router.text.output.reasoning import BEGIN as THINKING
@@ -26,7 +26,6 @@ from services.router.text.streaming import panics_are_errors
 from services.router.text.token_bounds import TextBound, text_bound
 from services.router.text.token_texts import TokenTexts
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MOST_TOKENS = 1 << 30
 _MOST_QUOTED_CHARS = 80
 _MOST_OPENING_TOKENS = 16
@@ -73,21 +72,23 @@ class ModelText:
         most_tokens: int | None = None,
         *,
         tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] = {},
         special: bool = False,
         ending: PromptEnd = PromptEnd.OPEN_ANSWER,
     ) -> list[int]:
         """Returns the tokens of the messages rendered by the chat template, which adds the special tokens itself. No
-        text in a message or tool becomes a control token.
+        text in a message, tool or variable becomes a control token.
 
         Raises InvalidRequest if the model has no template, and ContextLengthExceeded.
         """
         if self.template is None:
             raise InvalidRequest("messages", "this model has no chat template")
-        marked, marked_tools = self._controls.marked(messages, tools)
-        has_marks = marked != list(messages) or marked_tools != list(tools)
+        marked, marked_tools, marked_variables = self._controls.marked(messages, tools, variables)
+        has_marks = marked != list(messages) or marked_tools != list(tools) or marked_variables != variables
         if ending is PromptEnd.FINAL_MESSAGE:
             marked[-1] = {**marked[-1], "content": f"{marked[-1]['content']}{_CUT} "}
-        rendered = self.template.render(marked, marked_tools, opens_answer=ending is PromptEnd.OPEN_ANSWER)
+        opens_answer = ending is PromptEnd.OPEN_ANSWER
+        rendered = self.template.render(marked, marked_tools, marked_variables, opens_answer=opens_answer)
         if ending is PromptEnd.FINAL_MESSAGE:
             rendered = _up_to_cut(rendered)
         text = unmarked(rendered) if has_marks else rendered
@@ -208,7 +209,7 @@ def _template_text(folder: pathlib.Path) -> str:
 
 def _special_tokens(folder: pathlib.Path) -> dict[str, str]:
     special = _read_json(folder / TOKENIZER_CONFIG)
-    return {name: _token_text(special[name]) for name in _SPECIAL_TOKENS if special.get(name)}
+    return {name: _token_text(special[name]) for name in SPECIAL_TOKENS if special.get(name)}
 
 
 def _token_text(token: Any) -> str:

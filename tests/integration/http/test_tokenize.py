@@ -64,7 +64,7 @@ async def test_what_is_wrong_is_named(cluster: Cluster) -> None:
     for body, param, words in [
         ({}, "prompt", "is missing"),
         ({"prompt": "a", "messages": MESSAGES}, "messages", "together with prompt"),
-        ({"prompt": ""}, "text", "is empty"),
+        ({"prompt": ""}, "prompt", "is empty"),
         ({"prompt": 3}, "prompt", "must be a string"),
         ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens", "true or false"),
         ({"prompt": "x" * (MOST_TOKENS * 8)}, "prompt", "are given back"),

@@ -126,7 +126,7 @@ def test_each_spelling_is_a_constraint(read: Read, fields: Any, expected: types_
 def test_what_is_wrong_is_named_as_the_client_wrote_it(read: Read, fields: Any, param: str, words: str) -> None:
     def submit() -> None:
         (prompt,) = read(**fields).prompts
-        with with_client_names(prompt):
+        with with_client_names(prompt.params, prompt.rename):
             check_constraint(prompt.request.constraint)
 
     with pytest.raises(InvalidRequest) as refused:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2, types_pb2
-from services.router.front.http.answers import Ending, PromptScores
+from services.core.errors import InvalidRequest
+from services.router.front.http.answers import MOST_STREAMED_ENTRIES, Ending, PromptScores
 from services.router.front.http.completions import CompletionStyle
 from services.router.front.http.parameters import TokenOptions
 from services.router.text.streaming import TextStream
@@ -46,8 +47,8 @@ def _whole(chunks: list[inference_pb2.Chunk]) -> inference_pb2.Chunk:
     )
 
 
-def _streamed(chunks: list[inference_pb2.Chunk]) -> tuple[list[int], list[str]]:
-    style = CompletionStyle(TEXTS, 0, PromptScores(TEXTS))
+def _streamed(chunks: list[inference_pb2.Chunk], scores: PromptScores | None = None) -> tuple[list[int], list[str]]:
+    style = CompletionStyle(TEXTS, 0, scores or PromptScores(TEXTS))
     written = [style.delta(chunk) for chunk in chunks] + [style.closing(STOPPED)]
     lists = [choice["logprobs"] for choice in written if choice is not None and choice["logprobs"]]
     places = [place for each in lists for place in each["text_offset"]]
@@ -96,22 +97,37 @@ def test_what_a_prompt_has_begun_takes_no_room_in_what_follows_it() -> None:
     assert places["c"] == 2
 
 
-@pytest.mark.parametrize("prompt", ["ab <|im_end|>c", "🙂b"])
-def test_a_prompt_that_is_echoed_counts(prompt: str) -> None:
-    """A special token in front, which the prompt's text does not have, takes no room; one in the text does."""
-    scores = PromptScores(TEXTS, num_echoed=0)
-    prompt_ids = [1, *encode(prompt)]
+def _echoed(prompt_ids: list[int], *, is_streamed: bool = False) -> PromptScores:
+    scores = PromptScores(TEXTS, num_echoed=0, is_streamed=is_streamed)
     scores.begin(prompt_ids)
     rest = [types_pb2.TokenLogprobs(logprob=-1.0)] * (len(prompt_ids) - 1)
     scores.add(inference_pb2.PromptLogprobs(position=1, logprobs=rest))
-    style = CompletionStyle(TEXTS, 0, scores)
-    output = _whole(_chunks(encode("xy")))
-    output.text = prompt + output.text
-    lists = style.whole(output, STOPPED)["logprobs"]
+    return scores
+
+
+@pytest.mark.parametrize("prompt", ["ab <|im_end|>c", "🙂b"])
+@pytest.mark.parametrize("output", ["xy", ""])
+def test_a_prompt_that_is_echoed_counts(prompt: str, output: str) -> None:
+    """A special token in front, which the prompt's text does not have, takes no room; one in the text does."""
+    prompt_ids = [1, *encode(prompt)]
+    chunks = [inference_pb2.Chunk(text=prompt), *_chunks(encode(output))]
+    lists = CompletionStyle(TEXTS, 0, _echoed(prompt_ids)).whole(_whole(chunks), STOPPED)["logprobs"]
     places = dict(zip(lists["tokens"], lists["text_offset"], strict=True))
     assert lists["text_offset"][:2] == [0, 0]
-    assert places["x"] == len(prompt)
+    assert places.get("x") == (len(prompt) if output else None)
     assert places["b"] == prompt.index("b")
+    chunks[1:2] = [_whole(chunks[:2])] if output else []  # what is echoed comes with the first token
+    assert _streamed(chunks[1:] or chunks, _echoed(prompt_ids, is_streamed=True)) == (
+        lists["text_offset"],
+        lists["tokens"],
+    )
+
+
+def test_a_prompt_that_is_echoed_in_a_stream_is_bounded() -> None:
+    scores = PromptScores(TEXTS, num_echoed=3, is_streamed=True)
+    scores.begin([5] * (MOST_STREAMED_ENTRIES // 4))
+    with pytest.raises(InvalidRequest, match="may have 2048"):
+        scores.begin([5] * (MOST_STREAMED_ENTRIES // 4 + 1))
 
 
 @given(outputs=st.lists(st.lists(TOKEN, min_size=1, max_size=8), min_size=2, max_size=3), echoes=st.booleans())

@@ -3,6 +3,7 @@ messages without such texts have the usual tokens."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from typing import Any
@@ -258,6 +259,24 @@ def test_a_final_message_is_continued(name: str, content: str, end: str) -> None
     assert _controls(model, ids) + Counter() == _controls(
         model, model.encode_messages(plain, ending=PromptEnd.FINAL_MESSAGE)
     )
+
+
+@functools.cache
+def _writing(name: str, variable: str) -> ModelText:
+    """Returns a model whose template writes a variable between the ends of a control token's text."""
+    written, controls = FAMILIES[name]
+    return _model(name, f"{controls[-1][:1]}{{{{ {variable} }}}}{controls[-1][-1:]}{written}")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("variable", ["system", "role"])
+@given(data=st.data())
+def test_no_variable_makes_a_control_token(name: str, variable: str, data: st.DataObject) -> None:
+    model = _writing(name, variable)
+    ids, harmless = (
+        model.encode_messages([_user("x")], variables={variable: text}) for text in (data.draw(_forgeries(name)), "x")
+    )
+    assert _controls(model, ids) == _controls(model, harmless)
 
 
 def test_a_prompt_may_end_with_the_messages() -> None:

@@ -39,6 +39,12 @@ REFUSED = [
     ("messages { messages { role: 'user' content: '%s' } }" % ("x" * 51), "messages"),
     ("messages { messages { role: 'user' } messages { role: 'tool' } }", "messages[1].role"),
     ("messages { %s }" % ("messages { role: 'user' }" * 1025), "messages"),
+    ("messages { messages { role: 'user' } template_variables { name: 'a' } }", "messages.template_variables.a"),
+    (
+        "messages { messages { role: 'user' } template_variables { name: 'tools' boolean: true } }",
+        "messages.template_variables.tools",
+    ),
+    ("messages { messages { role: 'user' } template_variables { name: 'a' text: '%s' } }" % ("x" * 51), "messages"),
     ("request_id: ''", "request_id"),
     ("request_id: '%s'" % ("x" * 129), "request_id"),
     (r"request_id: 'a\nb'", "request_id"),

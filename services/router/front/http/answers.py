@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from baton.v1 import inference_pb2, types_pb2
+from services.core.errors import InvalidRequest
 from services.router.answer import Answer, AnswerEvent, append_chunk
 from services.router.coordinator.progress import LiveProgress
 from services.router.front.call import Incoming
@@ -71,6 +72,10 @@ def completion_logprobs(
     return lists
 
 
+MOST_STREAMED_ENTRIES = 1 << 13
+"""The most log-probabilities of a prompt that is echoed in a stream; to write these takes some milliseconds."""
+
+
 class PromptScores:
     """Collects what one answer says of its prompt's tokens: OpenAI's lists, which `echo` begins, and vLLM's
     `prompt_logprobs`. The first token has no log-probability: null stands in its place."""
@@ -82,13 +87,15 @@ class PromptScores:
         *,
         num_echoed: int | None = None,
         num_top: int | None = None,
+        is_streamed: bool = False,
     ) -> None:
         """`num_echoed` is how many of the likeliest tokens are in OpenAI's lists, `num_top` in vLLM's; None: there are
-        no such lists."""
+        no such lists. `is_streamed`: OpenAI's are written in one turn, so their prompt is bounded."""
         self._texts = texts
         self.tokens = tokens
         self._num_echoed = num_echoed
         self._num_top = num_top
+        self._most_entries = MOST_STREAMED_ENTRIES if is_streamed else None
         self._token_ids: Sequence[int] = ()
         self._lists: dict[str, list[object]] | None = None
         self._entries: list[object] | None = None
@@ -99,6 +106,11 @@ class PromptScores:
         these."""
         return TextPlaces(self._texts)
 
+    @property
+    def is_echoed(self) -> bool:
+        """Returns whether OpenAI's lists begin with the prompt's tokens."""
+        return self._num_echoed is not None
+
     def ask(self, response: inference_pb2.ResponseOptions) -> None:
         """Asks for what the lists need."""
         wanted = [num for num in (self._num_echoed, self._num_top) if num is not None]
@@ -107,11 +119,16 @@ class PromptScores:
             response.echo_token_ids = True
 
     def begin(self, token_ids: Sequence[int]) -> None:
-        """Takes the prompt's tokens, and writes the first."""
+        """Takes the prompt's tokens, and writes the first. Raises InvalidRequest if they are too many for a stream."""
         self._token_ids = token_ids
+        if self.is_echoed and self._most_entries is not None:
+            most = self._most_entries // (1 + (self._num_echoed or 0))
+            if len(token_ids) > most:
+                text = f"cannot have logprobs in a stream: the prompt has {len(token_ids)} tokens, and may have {most}"
+                raise InvalidRequest("echo", text)
         if self._num_top is not None:
             self._entries = [None]
-        if self._num_echoed is not None:
+        if self.is_echoed:
             first = name_of(token_ids[0]) if self.tokens.are_ids else self._texts[token_ids[0]].text
             self._lists = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None]}
             self.places.add(token_ids[:1])
@@ -465,8 +482,11 @@ class _Stream:
                 usage = self._usages[index, 0]
                 usage.prompt_tokens, usage.cached_tokens = event.prompt_tokens, event.cached_tokens
                 return []
-            case inference_pb2.PromptLogprobs() | LiveProgress():
-                return []  # a stream that asks for the first is refused, and nobody asks for the other over HTTP
+            case inference_pb2.PromptLogprobs():
+                prompt.style.scores.add(event)
+                return []
+            case LiveProgress():
+                return []  # nobody asks for it over HTTP
             case inference_pb2.Completion():
                 place = (index, event.index)
                 opening = self._opening(place)

@@ -10,11 +10,12 @@ from services.router.front.http.body import Body, as_list, as_record
 from services.router.front.http.content import REFUSAL, ROLES, as_content
 from services.router.front.http.parameters import (
     NOT_IN_CHAT,
-    OF_MESSAGES,
+    OF_ENDINGS,
     Neutral,
     read_prompt_logprobs,
     read_shared,
     read_token_options,
+    read_variables,
     refuse_unsupported,
 )
 from services.router.front.http.tools import call_deltas, calls, name_in_chats, read_calls, read_tools
@@ -37,15 +38,10 @@ def read_call(body: Body, texts: TokenTexts) -> HttpCall:
     """Returns the call that the body describes. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest()
     refuse_unsupported(body, NOT_IN_CHAT)
-    read_messages(body, request)
+    params = read_messages(body, request)
     read_tools(body, request)
     options, constrained = read_shared(body, request)
-    params = {
-        "response.logprobs": "top_logprobs",
-        "prompt": "messages",
-        "messages.continue_final_message": "continue_final_message",
-        **constrained,
-    }
+    params = {"response.logprobs": "top_logprobs", **params, **constrained}
     if request.tools:  # whose calls may become a constraint
         params.setdefault("constraint.grammar", "tools")
     older, newer = body.whole("max_tokens"), body.whole("max_completion_tokens")
@@ -73,16 +69,18 @@ def read_call(body: Body, texts: TokenTexts) -> HttpCall:
     )
 
 
-def read_messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
-    """Reads the messages as the prompt. Raises InvalidRequest."""
+def read_messages(body: Body, request: inference_pb2.GenerateRequest) -> dict[str, str]:
+    """Reads the messages as the prompt. Returns the names in the body of the request's fields that have others there.
+    Raises InvalidRequest."""
     messages = body.take("messages")
     if messages is None:
         raise InvalidRequest("messages", "is missing")
     request.messages.SetInParent()
-    for name in OF_MESSAGES:
+    for name in OF_ENDINGS:
         value = body.boolean(name)
         if value is not None:
             setattr(request.messages, name, value)
+    params = read_variables(body, request.messages)
     for index, entry in enumerate(as_list(messages, "messages", MAX_MESSAGES)):
         path = f"messages[{index}]"
         message = Body(as_record(entry, path), path)
@@ -93,6 +91,7 @@ def read_messages(body: Body, request: inference_pb2.GenerateRequest) -> None:
         entry.tool_call_id = message.text("tool_call_id") or ""
         entry.name = message.text("name") or ""
         entry.reasoning = message.text("reasoning_content") or message.text("reasoning") or ""
+    return {"prompt": "messages", "messages.continue_final_message": "continue_final_message", **params}
 
 
 def _content(message: Body, role: str) -> str:

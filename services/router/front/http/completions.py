@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any
 
-from baton.v1 import inference_pb2, types_pb2
+from baton.v1 import inference_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.call import Incoming
 from services.router.front.http.answers import (
@@ -52,12 +51,10 @@ def read_call(body: Body, texts: TokenTexts) -> HttpCall:
     if logprobs is not None:
         shared.response.logprobs = logprobs
         shared.response.echo_token_ids = True
-    if echo and logprobs is not None and options.stream:
-        raise InvalidRequest("echo", "is not supported together with logprobs in a stream")
     num_echoed, num_top = logprobs if echo else None, read_prompt_logprobs(body, options)
     prompts = []
     for index, (place, request) in enumerate(requests.items()):
-        scores = PromptScores(texts, tokens, num_echoed=num_echoed, num_top=num_top)
+        scores = PromptScores(texts, tokens, num_echoed=num_echoed, num_top=num_top, is_streamed=options.stream)
         scores.ask(shared.response)
         request.MergeFrom(shared)
         num_answers = request.n or 1
@@ -125,12 +122,12 @@ class CompletionStyle:
         self._text = ""
         """What has come of the text, if the places of tokens in it are told."""
         self._places: TextPlaces | None = None
-        self._untold: list[tuple[int, types_pb2.TokenLogprobs]] = []
-        """The tokens whose places in the text are not certain."""
+        self._untold = dict[str, list[object]]()
+        """The lists of the tokens whose places in the text are not certain."""
         self._has_begun = False
 
     def whole(self, output: inference_pb2.Chunk, ending: Ending) -> Json:
-        lists = self.scores.echoed(self._lists(zip(output.token_ids, output.logprobs, strict=False)))
+        lists = self.scores.echoed(self._lists(output))
         if lists is not None:
             places = self._places_of(output)
             lists["text_offset"] = list(places.told(output.text, is_whole=True))
@@ -156,12 +153,11 @@ class CompletionStyle:
         has_begun, self._has_begun = self._has_begun, True
         return {} if has_begun else self.scores.prompt_ids()
 
-    def _lists(self, entries: Iterable[tuple[int, types_pb2.TokenLogprobs]]) -> Json | None:
-        pairs = list(entries)
-        if not pairs:
+    def _lists(self, chunk: inference_pb2.Chunk) -> dict[str, list[object]] | None:
+        """Returns the lists of the chunk's tokens; None if they have no log-probabilities."""
+        if not chunk.logprobs:
             return None
-        token_ids, logprobs = zip(*pairs, strict=True)
-        return completion_logprobs(self._texts, token_ids, logprobs, are_ids=self.scores.tokens.are_ids)
+        return completion_logprobs(self._texts, chunk.token_ids, chunk.logprobs, are_ids=self.scores.tokens.are_ids)
 
     def _places_of(self, chunk: inference_pb2.Chunk) -> TextPlaces:
         if self._places is None:
@@ -171,17 +167,20 @@ class CompletionStyle:
 
     def _told(self, chunk: inference_pb2.Chunk | None) -> Json | None:
         """Returns the lists of the tokens whose places in the text have become certain: of all that are left with None,
-        when the text is whole."""
-        if chunk is not None and chunk.logprobs:
+        when the text is whole. Those of a prompt that is echoed come first."""
+        is_first = self._places is None
+        if chunk is not None and (chunk.logprobs or (is_first and self.scores.is_echoed)):
+            lists = self._lists(chunk)
+            for name, values in ((self.scores.echoed(lists) if is_first else lists) or {}).items():
+                self._untold.setdefault(name, []).extend(values)
             self._places_of(chunk)
-            self._untold += zip(chunk.token_ids, chunk.logprobs, strict=True)
         if self._places is None:
             return None
         self._text += "" if chunk is None else chunk.text
         told = self._places.told(self._text, is_whole=chunk is None)
-        lists = self._lists(self._untold[: len(told)])
-        del self._untold[: len(told)]
-        return None if lists is None else {**lists, "text_offset": told}
+        lists = {name: values[: len(told)] for name, values in self._untold.items()}
+        self._untold = {name: values[len(told) :] for name, values in self._untold.items()}
+        return {**lists, "text_offset": told} if told else None
 
     def _choice(self, text: str, logprobs: Json | None = None) -> Json:
         return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": None}

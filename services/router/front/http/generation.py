@@ -93,7 +93,7 @@ async def answer_all(
     async def answer_one(index: int, prompt: AskedPrompt) -> None:
         prompt.incoming.request.request_id = request_id if len(prompts) == 1 else f"{request_id}-{index}"
         taken = intake.answer(call_of(prompt.incoming))
-        with with_client_names(prompt):
+        with with_client_names(prompt.params, prompt.rename):
             async with taken as answer:
                 submitted(answer)
                 await admitted.wait()
@@ -103,7 +103,7 @@ async def answer_all(
 
     async def fail_with(answer: Answer, prompt: AskedPrompt) -> None:
         """Raises the error that ends this answer, even while its own prompt waits for a client that does not read."""
-        with with_client_names(prompt):
+        with with_client_names(prompt.params, prompt.rename):
             await answer.settled()
 
     try:
@@ -119,23 +119,22 @@ async def answer_all(
 
 
 @contextlib.contextmanager
-def with_client_names(prompt: AskedPrompt) -> Iterator[None]:
-    """Renames the field of an InvalidRequest to its name in the body or the headers."""
+def with_client_names(params: Mapping[str, str], rename: Callable[[str], str]) -> Iterator[None]:
+    """Renames the field of an InvalidRequest to its name in the body or the headers: that of the longest part of its
+    path which is among `params`, with the rest after it; else what `rename` makes of it."""
     try:
         yield
     except InvalidRequest as error:
-        raise type(error)(_client_name(error.field, prompt), error.description) from error
+        raise type(error)(_client_name(error.field, params, rename), error.description) from error
 
 
-def _client_name(field: str, prompt: AskedPrompt) -> str:
-    """Returns the field's name, or that of the longest part of its path that has another name in the body, with the
-    rest after it."""
-    names = {"request_id": REQUEST_ID, **prompt.params}
+def _client_name(field: str, params: Mapping[str, str], rename: Callable[[str], str]) -> str:
+    names = {"request_id": REQUEST_ID, **params}
     parts = [found.start() for found in re.finditer(r"[.\[]", field)]
     for end in (len(field), *reversed(parts)):
         if (name := names.get(field[:end])) is not None:
             return name + field[end:]
-    return prompt.rename(field)
+    return rename(field)
 
 
 log = logging.getLogger(__name__)

@@ -21,12 +21,14 @@ from typing import Any
 from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
 from services.router.front.http.body import Body, as_list, as_number, as_record, as_text, as_whole, bounded
+from services.router.front.validation import MAX_VARIABLES
 from services.rpc.constraints import MAX_CHOICES
 from services.rpc.json_schemas import schema_text
 from services.rpc.parameters import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_ANSWERS,
     MAX_BAD_WORDS,
+    MAX_LABEL_CHARS,
     MAX_LOGIT_BIASES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -106,16 +108,14 @@ def _structured_outputs(given: Body, constraint: types_pb2.Constraint) -> Params
     for name in _OPTIONS:
         if given.boolean(name):
             raise InvalidRequest(given.path(name), "is not supported by this server")
-    kinds = [kind for kind in _KINDS if given.take(kind) is not None and not (kind == "json_object" and _is_off(given))]
+    asked = {kind: given.take(kind) is not None for kind in _KINDS}
+    asked["json_object"] = given.boolean("json_object") or False
+    kinds = [kind for kind, is_asked in asked.items() if is_asked]
     given.refuse_unknown()
     if len(kinds) != 1:
         count = "none" if not kinds else " and ".join(kinds[:2])
         raise InvalidRequest("structured_outputs", f"has {count}; it must have one of {', '.join(_KINDS)}")
     return _one(kinds[0], given.take(kinds[0]), given.path(kinds[0]), constraint)
-
-
-def _is_off(given: Body) -> bool:
-    return not given.boolean("json_object")
 
 
 def _one(kind: str, value: Any, place: str, constraint: types_pb2.Constraint) -> Params:
@@ -292,11 +292,12 @@ def _stream_options(body: Body) -> StreamOptions:
 Neutral = Mapping[str, tuple[Any, ...]]
 """Maps a field to the values, beside null, that ask for nothing."""
 
-OF_MESSAGES: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+OF_ENDINGS: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 """Fields that say where a prompt of messages ends."""
+VARIABLES = "chat_template_kwargs"
+"""Has variables for the chat template."""
 OF_TEMPLATES: Neutral = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
 }
@@ -433,7 +434,8 @@ NOT_SERVED: Neutral = {
 """Fields that no endpoint serves. Any that would change an answer stands here: there is no other such list."""
 NOT_IN_COMPLETIONS: Neutral = {
     **NOT_SERVED,
-    **OF_MESSAGES,
+    **OF_ENDINGS,
+    VARIABLES: ({},),
     "reasoning": ({},),
     "max_completion_tokens": (),
     "top_logprobs": (0,),
@@ -442,6 +444,29 @@ NOT_IN_COMPLETIONS: Neutral = {
     "parallel_tool_calls": (True, False),
 }
 NOT_IN_CHAT: Neutral = {**NOT_SERVED, "echo": (False,), "reasoning": ({},)}
+
+
+def read_variables(body: Body, chat: inference_pb2.ChatMessages) -> Params:
+    """Reads what the chat template is given beside its own variables. Returns as `read_constraint` does."""
+    given = body.take(VARIABLES)
+    variables = {} if given is None else as_record(given, VARIABLES)
+    bounded(variables, VARIABLES, MAX_VARIABLES)
+    for name, value in variables.items():
+        place = f"{VARIABLES}.{as_text(name, VARIABLES)[:MAX_LABEL_CHARS]}"
+        match value:
+            case None:
+                continue
+            case bool():
+                chat.template_variables.add(name=name, boolean=value)
+            case int():
+                chat.template_variables.add(name=name, whole=as_whole(value, place))
+            case float():
+                chat.template_variables.add(name=name, number=as_number(value, place))
+            case str():
+                chat.template_variables.add(name=name, text=as_text(value, place))
+            case _:
+                raise InvalidRequest(place, "must be a text, a number, true or false")
+    return {"messages.template_variables": VARIABLES}
 
 
 def refuse_unsupported(body: Body, fields: Neutral) -> None:

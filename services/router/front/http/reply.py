@@ -172,17 +172,14 @@ class Reply:
         """Makes what ends a stream that has begun and fails."""
 
     async def json(self, payload: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] = {}) -> None:
-        await self._whole(dump(payload), status, headers)
+        await self.encoded(dump(payload), status, headers)
 
     async def long_json(self, payload: Mapping[str, Any]) -> None:
         """Sends JSON of some megabytes. Others have their turns of the event loop while it is encoded."""
         await self.encoded(await dump_in_turns(payload))
 
-    async def encoded(self, body: bytes) -> None:
+    async def encoded(self, body: bytes, status: int = 200, headers: Mapping[str, str] = {}) -> None:
         """Sends JSON that is encoded already."""
-        await self._whole(body, 200, {})
-
-    async def _whole(self, body: bytes, status: int, headers: Mapping[str, str]) -> None:
         await self._start(status, {"content-type": _JSON, "content-length": str(len(body)), **headers})
         await self._send({"type": "http.response.body", "body": body})
 

@@ -21,7 +21,7 @@ from services.router.front.http.answers import Json
 from services.router.front.http.body import Body, BodyLimits, as_list, as_text, no_json, read_body
 from services.router.front.http.chat import read_messages
 from services.router.front.http.completions import read_ids
-from services.router.front.http.generation import caller_of, while_connected
+from services.router.front.http.generation import caller_of, while_connected, with_client_names
 from services.router.front.http.parameters import (
     OF_TEMPLATES,
     Neutral,
@@ -29,7 +29,7 @@ from services.router.front.http.parameters import (
     refuse_unsupported,
 )
 from services.router.front.http.reply import Reply, http_error
-from services.router.front.http.tools import read_tools
+from services.router.front.http.tools import name_in_chats, read_tools
 from services.router.front.intake import encoding
 from services.router.front.validation import check_token_ids, validate
 from services.router.tenants.gate import Gate
@@ -50,9 +50,9 @@ def read_tokenize(body: Body, model: ServedModel) -> tuple[int, Tokenising]:
     prompt, has_messages = body.take("prompt"), body.take("messages") is not None
     if prompt is not None and has_messages:
         raise InvalidRequest("messages", "cannot be given together with prompt")
-    request = inference_pb2.GenerateRequest()
+    request, params = inference_pb2.GenerateRequest(), {"text": "prompt"}
     if has_messages:
-        read_messages(body, request)
+        params = read_messages(body, request)
         read_tools(body, request)
     elif prompt is not None:
         request.text = as_text(prompt, "prompt")
@@ -60,7 +60,8 @@ def read_tokenize(body: Body, model: ServedModel) -> tuple[int, Tokenising]:
         raise InvalidRequest("prompt", "is missing, and so is messages")
     read_special_tokens(body, request)
     with_texts = body.boolean("return_token_strs") or False
-    validate(request, model.facts)
+    with with_client_names(params, name_in_chats):
+        validate(request, model.facts)
     num_bytes, encode = encoding(model.text, request)
 
     def work() -> Json:

@@ -18,10 +18,11 @@ from services.router.front.http.body import Body, as_record, as_text, bounded
 from services.router.front.http.parameters import (
     FIELDS,
     NOT_SERVED,
-    OF_MESSAGES,
+    OF_ENDINGS,
     Neutral,
     read_shared,
     read_text_format,
+    read_variables,
     refuse_unsupported,
 )
 from services.router.front.http.reply import Reply
@@ -36,7 +37,7 @@ MAX_METADATA_CHARS = (64, 512)
 
 NOT_IN_RESPONSES: Neutral = {
     **NOT_SERVED,
-    **OF_MESSAGES,
+    **OF_ENDINGS,
     "store": (False,),
     "previous_response_id": (),
     "conversation": (),
@@ -95,6 +96,7 @@ def read_call(body: Body, texts: TokenTexts) -> ResponseCall:
     request.messages.SetInParent()
     params = {"prompt": "input", "messages": "input", "stopping.max_tokens": "max_output_tokens"}
     params |= read_input(body, request.messages)
+    params |= read_variables(body, request.messages)
     options, shared = read_shared(body, request)
     params |= shared
     max_tokens = body.whole("max_output_tokens")
