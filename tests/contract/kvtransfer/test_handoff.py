@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from baton.v1 import types_pb2
 from services.core.errors import LeaseInvalid, TransferFailed
 from services.kv.imports import ImportState
 from services.kv.lease import FetchEnd, LeaseState
+from services.kv.regions import Buffer
 from services.kvtransfer import client
 from services.kvtransfer.client import lease_may_live
 from services.kvtransfer.fetch_stream import FetchStream, Seal
@@ -177,6 +179,35 @@ async def test_the_next_copy_begins_before_the_last_is_acknowledged(monkeypatch:
         gate.open()
         assert (await fetch).ready
         assert under_way == [1]
+
+
+async def test_copies_that_end_in_another_order_are_acknowledged_in_the_blocks_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, destination = Source(), Destination()
+    monkeypatch.setattr(grpc_transport, "_MESSAGE_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(grpc_transport.GrpcCopier, "num_copies", 2)
+    monkeypatch.setattr(client, "_ACK_BYTES", 1)
+    acknowledged, write, second = acknowledgements(source, monkeypatch), destination.memory.write_blocks, Gate()
+
+    def write_late(block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
+        if block_ids[0] == order.targets[0]:
+            second.enter()
+        write(block_ids, data)
+        if block_ids[0] == order.targets[1]:
+            second.open()
+
+    monkeypatch.setattr(destination.memory, "write_blocks", write_late)
+    async with running(source, destination):
+        lease = source.lease(40)
+        order = destination.order(source, lease, transport="grpc")
+        fetch = destination.start(order)
+        source.publish(lease, 32)
+        await until(lambda: 2 in acknowledged)
+        source.seal(lease)
+        assert (await fetch).ready
+        assert acknowledged == sorted(acknowledged)
+        assert destination.holds(order.targets) == source.expected(lease)
 
 
 async def test_messages_that_carry_blocks_are_timed_where_one_follows_the_other(
