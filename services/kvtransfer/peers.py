@@ -26,7 +26,7 @@ class _Calls(kvtransfer_pb2_grpc.KVTransferServiceStub):
     """Has the calls to a peer; a Fetch's answers come as `response_of` returns them."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        super().__init__(channel)
+        super().__init__(channel)  # type: ignore[no-untyped-call]
         self.Fetch: Any = channel.stream_stream(
             _FETCH,
             request_serializer=kvtransfer_pb2.FetchRequest.SerializeToString,

@@ -179,9 +179,8 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
                     break
                 sent += room
                 self._board.table.announce(followed.ticket, sent, self._clock.now())
-                if not isinstance(announced, bytes):
-                    announced = kvtransfer_pb2.FetchResponse(blocks=announced)
-                await self._bounded(context.write(announced))
+                message = announced if isinstance(announced, bytes) else kvtransfer_pb2.FetchResponse(blocks=announced)
+                await self._bounded(context.write(message))
                 said_s = clock()
             elif not num_left and lease.state is LeaseState.SEALED:
                 break
