@@ -4,7 +4,7 @@ writes a result file.
 router      what placing requests costs the router's event loop; thousands of streams on each front; two routers of one
 engine      one stream, a long prompt, a batch; step time over batch and context
 transfer    KV blocks from process to process by every transport, against a copy in memory, a bare socket, bare gRPC and
-            bare NIXL
+            bare NIXL; decode steps beside handoffs
 split       prefill and decode apart against together, at equal cores: prompts beside streams, and a replayed trace
 serve       streams over gRPC and HTTP against the engine alone, on one core
 end_to_end  a cluster's start, handoffs of long prompts, memory
@@ -134,6 +134,7 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result
         split,
         tracing,
         transfer,
+        transfer_beside,
     )
 
     name, repeats = arguments.model or DEFAULT_MODEL, arguments.repeats
@@ -143,6 +144,7 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result
     print(f"{name} in {precision}", flush=True)
     if "transfer" in chosen:
         result.add(transfer.measure(repeats))
+        result.add(transfer_beside.measure(model, precision, arguments.threads, repeats))
     if "engine" in chosen:
         result.add(engine.measure(model, precision, arguments.threads, repeats, read(WorkSettings, arguments)))
     if "split" in chosen:

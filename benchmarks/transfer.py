@@ -36,7 +36,8 @@ from services.worker.transfer import TRANSPORTS
 _Samples = dict[str, list[float]]
 _COPY = "a copy in memory"
 _TLS, _BARE_TLS = "tcp in TLS", "a bare TLS socket"
-_CHECKED = ", blocks checked"
+CHECKED = ", blocks checked"
+"""What follows the name of a transport whose blocks are checked, as they are by default."""
 _CEILINGS = {"shm": _COPY, "tcp": "a bare socket", "grpc": "bare gRPC", "nixl": "bare NIXL", _TLS: _BARE_TLS}
 """What bounds each transport: the same bytes moved in the same way, without leases, streams and tables."""
 
@@ -95,7 +96,7 @@ def _figures(what: str, samples: dict[str, list[float]], copying: dict[str, list
         if name in samples and ceiling in samples:
             found.append(ratio(f"  {name}, of {ceiling}", samples[name], samples[ceiling]))
             found.append(ratio(f"  {name} while it copies, of {ceiling}", copying[name], samples[ceiling]))
-        if (checked := name + _CHECKED) in samples:
+        if (checked := name + CHECKED) in samples:
             found.append(ratio(f"  {checked}, of {name}", samples[checked], samples[name]))
     found.append(ratio(f"  {_TLS}, of tcp", samples[_TLS], samples["tcp"]))
     return found
@@ -115,8 +116,8 @@ async def _rounds(layout: Layout, num_blocks: int, repeats: int) -> tuple[_Sampl
         source = await stack.enter_async_context(RemoteSource(layout, num_blocks))
         secure_source = await stack.enter_async_context(RemoteSource(layout, num_blocks, certified))
         pool, other = new_pool(layout, num_blocks), new_pool(layout, num_blocks)
-        destination = _Destination(layout, pool, source)
-        secure = _Destination(layout, pool, secure_source, certificates)
+        destination = Destination(layout, pool, source)
+        secure = Destination(layout, pool, secure_source, certificates)
         ways: dict[str, Callable[[], Coroutine[Any, Any, float | None]]] = {
             _COPY: lambda: asyncio.to_thread(copy_in_memory, other, pool)
         }
@@ -153,7 +154,7 @@ def _processor_s(*sources: RemoteSource) -> float:
     return time.process_time() + sum(source.processor_s() for source in sources)
 
 
-class _Destination:
+class Destination:
     def __init__(
         self, layout: Layout, pool: KVCache, source: RemoteSource, certificates: Certificates | None = None
     ) -> None:
@@ -167,7 +168,7 @@ class _Destination:
         self._fetchers: dict[str, BlockFetcher] = {}
         for (name, (_, destination_end)), checks in itertools.product(TRANSPORTS.items(), (False, True)):
             if types_pb2.Transport.Value(f"TRANSPORT_{name.upper()}") in offered:
-                self._fetchers[name + _CHECKED * checks] = BlockFetcher(
+                self._fetchers[name + CHECKED * checks] = BlockFetcher(
                     pool,
                     layout,
                     self._imports,

@@ -33,7 +33,7 @@ from services.worker.machine import Machine
 from services.worker.transfer import TRANSPORTS, Site
 
 TOKEN = "a-token-for-the-benchmark"
-_PATIENCE_S = 30.0
+_PATIENCE_S = 120.0
 
 
 def new_pool(layout: Layout, num_blocks: int) -> KVCache:

@@ -26,7 +26,6 @@ LOAN_LEG = 1
 _RETURNED_WITHIN_S = 1.0
 """How long a borrower that closes waits for the loans that are being given back."""
 _LEASE_ID_BYTES = 16
-_MOST_OFFERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Borrower:
             where, source = source, types_pb2.KVSource()
             source.CopyFrom(where)
             del source.offers[:]
-            source.offers.extend(answer.offers[:_MOST_OFFERS])
+            source.offers.extend(answer.offers)
         return Loan(source, answer.lease_id, answer.num_blocks)
 
     async def offer(self, store: types_pb2.KVSource, source: types_pb2.KVSource, hashes: Sequence[BlockHash]) -> int:

@@ -35,12 +35,14 @@ from services.kvtransfer.connecting import Connector
 from services.kvtransfer.fetch_stream import FetchStream, Seal, as_transfer_error
 from services.kvtransfer.peers import Peers
 from services.kvtransfer.transports import Copier, DestinationEnd, FetchName
-from services.kvtransfer.wire import layout_to_proto
+from services.kvtransfer.wire import Announced, layout_to_proto
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+_ACK_BYTES = 16 << 20
+"""How much is copied before it is acknowledged, while messages that carry blocks follow one another."""
 # The answer to a Release may be lost with the connection; the source gives the same leg the same answer again.
 _RELEASE_ATTEMPTS = 2
 
@@ -177,7 +179,7 @@ class BlockFetcher:
             silence_s=self._peers.silence_s,
         ) as stream:
             await stream.open(self._opening(order, copier))
-            progress = _Progress(order.first_block, order.first_block)
+            progress = _Progress(order.first_block, order.first_block, order.first_block)
             seal = await self._pull(order, stream, copier, progress)
             if not seal.finished:
                 self._imports.validate(order.import_, self._clock.now())
@@ -216,8 +218,7 @@ class BlockFetcher:
     async def _pull(self, order: FetchOrder, stream: FetchStream, copier: Copier, progress: _Progress) -> Seal:
         """Copies and acknowledges every announcement in order, and returns the seal. Raises ProtocolViolation.
 
-        Several copies are under way at once if the copier can. The last one is not acknowledged if the seal is here
-        already: the Release, which follows at once, says the same.
+        Several copies are under way at once if the copier can, and the next one begins before the last is acknowledged.
         """
         end = order.first_block + len(order.targets)
         copies: deque[_Copy] = deque()
@@ -230,11 +231,14 @@ class BlockFetcher:
                 if not waits:
                     break
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                if copies and copies[0].future.done():
+                if has_landed := bool(copies) and copies[0].future.done():
                     await self._land(copies.popleft(), stream, progress)
-                elif not _is_seal(reading):
+                if reading.done() and not _is_seal(reading) and len(copies) < copier.num_copies:
                     copies.append(self._begin(reading.result(), order, copier, progress, end))
                     reading = asyncio.create_task(stream.next(), name="kv-fetch-next")
+                if has_landed and self._is_to_acknowledge(stream, copier, progress):
+                    progress.acknowledged = progress.copied
+                    await stream.ack(progress.copied)
             seal = reading.result()
             assert isinstance(seal, Seal)
         finally:
@@ -263,7 +267,7 @@ class BlockFetcher:
         return _Copy(future, upto)
 
     async def _land(self, copy: _Copy, stream: FetchStream, progress: _Progress) -> None:
-        """Acknowledges a copy that has ended. Raises its error, or the one by which the source has ended the fetch."""
+        """Notes a copy that has ended. Raises its error, or the one by which the source has ended the fetch."""
         try:
             copy.future.result()
         except TransferFailed:
@@ -273,11 +277,21 @@ class BlockFetcher:
         now = self._clock.now()
         progress.copy_s += now - progress.busy_since_s
         progress.busy_since_s = now
-        if progress.begun > progress.copied or not stream.only_seal_left:
-            await stream.ack(copy.upto)
+
+    def _is_to_acknowledge(self, stream: FetchStream, copier: Copier, progress: _Progress) -> bool:
+        """Returns whether the source must be told of what is copied.
+
+        Not of the last, if the seal is here already: the Release, which follows at once, says the same. Nor of each
+        message that carried its blocks, if the next was here as soon: nothing waits for that, neither a slot nor the
+        stall clock.
+        """
+        more_follows = progress.begun > progress.copied
+        if copier.carried and more_follows:
+            return (progress.copied - progress.acknowledged) * self._memory.block_bytes >= _ACK_BYTES
+        return more_follows or not stream.only_seal_left
 
     def _copy(
-        self, import_: Import, copier: Copier, message: kvtransfer_pb2.FetchBlocks, targets: Sequence[int]
+        self, import_: Import, copier: Copier, message: Announced, targets: Sequence[int]
     ) -> asyncio.Future[None]:
         """Starts a copy, and returns a future of its end.
 
@@ -290,7 +304,7 @@ class BlockFetcher:
         copy.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._copy_ended, import_, copier))
         return asyncio.wrap_future(copy)
 
-    def _write(self, copier: Copier, message: kvtransfer_pb2.FetchBlocks, targets: Sequence[int]) -> None:
+    def _write(self, copier: Copier, message: Announced, targets: Sequence[int]) -> None:
         copier.copy(message, self._memory, targets)
         verify(self._memory, targets, message.checksums)
 
@@ -327,7 +341,7 @@ class _Copy:
     """The index after its last block."""
 
 
-def _is_seal(reading: asyncio.Task[kvtransfer_pb2.FetchBlocks | Seal]) -> bool:
+def _is_seal(reading: asyncio.Task[Announced | Seal]) -> bool:
     """Returns whether the seal was read. Raises the error that came in its place."""
     return reading.done() and isinstance(reading.result(), Seal)
 
@@ -338,6 +352,8 @@ class _Progress:
     """Copies of all blocks before this index have begun, or are over."""
     copied: int
     """The import has all blocks before this index of the sequence."""
+    acknowledged: int
+    """The source was told of all blocks before this index."""
     first_copy_s: float | None = None
     copy_s: float = 0.0
     busy_since_s: float = 0.0

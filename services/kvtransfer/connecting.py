@@ -21,6 +21,9 @@ from services.rpc.plain import enum_word
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 600.0
+"""Seconds after which transports that a probe found not to work are tried again: it may have been a bad moment."""
+
 
 class Connector:
     """Takes, of `transports` that a source offers and that work from here, the fastest, by a short probe when the two
@@ -100,6 +103,8 @@ class Connector:
                 log.info("kv transfer from %s: a transport does not work: %s", source.address, error or "no answer")
                 rates[end.transport] = 0.0
         self.choice.probed(source.incarnation, rates)
+        if not all(rates.values()):
+            asyncio.get_running_loop().call_later(RETRY_S, self.choice.failed, source.incarnation)
         words = ", ".join(
             f"{enum_word(types_pb2.Transport.DESCRIPTOR, end.transport)} {rates[end.transport] / 1e9:.2f} GB/s"
             for end in self.choice.in_order(source.incarnation, ends)

@@ -27,8 +27,11 @@ from services.core.errors import (
     ProtocolViolation,
     TransferFailed,
 )
+from services.kvtransfer.wire import Announced
 
-FetchCall: TypeAlias = "grpc.aio.StreamStreamCall[kvtransfer_pb2.FetchRequest, kvtransfer_pb2.FetchResponse]"
+FetchCall: TypeAlias = (
+    "grpc.aio.StreamStreamCall[kvtransfer_pb2.FetchRequest, tuple[kvtransfer_pb2.FetchResponse, list[memoryview]]]"
+)
 ErrorOf: TypeAlias = Callable[[grpc.RpcError], BatonError]
 
 # How many messages are read ahead of the copies if they carry the blocks' bytes. Other announcements are small, and all
@@ -85,7 +88,7 @@ class FetchStream:
         self._error_of = error_of
         self._awake = awake
         self._silence_s = silence_s
-        self._inbox: asyncio.Queue[kvtransfer_pb2.FetchBlocks | Seal | Exception]
+        self._inbox: asyncio.Queue[Announced | Seal | Exception]
         self._inbox = asyncio.Queue(_CARRIED_AHEAD if carried else 0)
         self._reader: asyncio.Task[None] | None = None
         self._is_sealed = False
@@ -126,7 +129,7 @@ class FetchStream:
             raise as_transfer_error(error, self._error_of) from error
         self._reader = asyncio.create_task(self._read(), name="kv-fetch-reader")
 
-    async def next(self) -> kvtransfer_pb2.FetchBlocks | Seal:
+    async def next(self) -> Announced | Seal:
         """Returns the next announcement, or the seal. Raises the error that ended the stream before it."""
         item = await self._inbox.get()
         if isinstance(item, Exception):
@@ -159,7 +162,7 @@ class FetchStream:
     async def _read(self) -> None:
         try:
             follows_s: float | None = None
-            while isinstance(item := await self._receive(), kvtransfer_pb2.FetchBlocks):
+            while isinstance(item := await self._receive(), Announced):
                 now = self._clock.now()
                 if follows_s is not None:
                     self._carrying_s += now - follows_s
@@ -177,21 +180,21 @@ class FetchStream:
         except Exception as error:  # `next` raises any error, since it would otherwise wait for ever
             self._fail(error)
 
-    async def _receive(self) -> kvtransfer_pb2.FetchBlocks | Seal:
+    async def _receive(self) -> Announced | Seal:
         while True:
             try:
                 async with timeout_after(self._silence_s, self._awake):
-                    response: Any = await self._call.read()
+                    received: Any = await self._call.read()
             except TimeoutError:
                 raise TransferFailed("the source is silent") from None
-            if response is grpc.aio.EOF:
+            if received is grpc.aio.EOF:
                 raise TransferFailed("the stream ended before it was sealed")
-            if response is None:  # the runtime returns None for bytes that do not parse
+            if received is None:  # the runtime returns None for bytes that do not parse
                 raise MalformedMessage("the bytes received are not an answer of Fetch")
+            response, data = received
             match response.WhichOneof("message"):
                 case "blocks":
-                    blocks: kvtransfer_pb2.FetchBlocks = response.blocks
-                    return blocks
+                    return Announced.of(response.blocks, data)
                 case "sealed":
                     sealed: kvtransfer_pb2.FetchSealed = response.sealed
                     others = tuple(sealed.other_first_tokens)

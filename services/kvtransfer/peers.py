@@ -12,11 +12,26 @@ from typing import Any
 
 import grpc
 
-from baton.v1 import kvtransfer_pb2_grpc
+from baton.v1 import kvtransfer_pb2, kvtransfer_pb2_grpc
 from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.errors import MalformedMessage, TransferFailed
 from services.kvtransfer.channel_cache import ChannelCache
 from services.kvtransfer.fetch_stream import ErrorOf, as_transfer_error
+from services.kvtransfer.wire import response_of
+
+_FETCH = "/baton.v1.KVTransferService/Fetch"
+
+
+class _Calls(kvtransfer_pb2_grpc.KVTransferServiceStub):
+    """Has the calls to a peer; a Fetch's answers come as `response_of` returns them."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        super().__init__(channel)  # type: ignore[no-untyped-call]
+        self.Fetch: Any = channel.stream_stream(
+            _FETCH,
+            request_serializer=kvtransfer_pb2.FetchRequest.SerializeToString,
+            response_deserializer=response_of,
+        )
 
 
 class Peers:
@@ -46,7 +61,7 @@ class Peers:
     def use(self, address: str) -> Iterator[Any]:
         """Yields the calls to the peer at an address. Its channel is kept for a while."""
         with self._channels.use(address) as channel:
-            yield kvtransfer_pb2_grpc.KVTransferServiceStub(channel)
+            yield _Calls(channel)
 
     async def answer(self, call: Awaitable[Any], what: str) -> Any:
         """Returns the answer of a call that the peer owes at once. `what` it does if there is none is for people."""

@@ -174,12 +174,13 @@ class KVTransferServicer(kvtransfer_pb2_grpc.KVTransferServiceServicer):
         while not followed.over:
             num_left = max(0, lease.num_published - sent)
             if room := announcer.room(sent, num_left) if num_left else 0:
-                blocks = await announcer.announce(sent, lease.block_ids[sent : sent + room])
+                announced = await announcer.announce(sent, lease.block_ids[sent : sent + room])
                 if followed.over:
                     break
                 sent += room
                 self._board.table.announce(followed.ticket, sent, self._clock.now())
-                await self._bounded(context.write(kvtransfer_pb2.FetchResponse(blocks=blocks)))
+                message = announced if isinstance(announced, bytes) else kvtransfer_pb2.FetchResponse(blocks=announced)
+                await self._bounded(context.write(message))
                 said_s = clock()
             elif not num_left and lease.state is LeaseState.SEALED:
                 break

@@ -1,15 +1,107 @@
-"""Translates layouts and block hashes to their proto form and back."""
+"""Translates layouts, block hashes and announcements of blocks to their proto form and back.
+
+Announcements that carry the blocks' bytes are put together and taken apart here: protobuf would copy the bytes three
+times into a message, and twice out of one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from baton.v1 import types_pb2
+from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.errors import InvalidRequest, LayoutMismatch
 from services.core.hashing import BlockHash
 from services.kv.layout import TORCH, Layout
+from services.kv.regions import Buffer
 
 _BLOCK_HASH_BYTES = 16
+_VARINT, _BYTES = 0, 2
+_FIXED_LENGTH = {1: 8, 5: 4}
+"""Wire types of protobuf; of fixed length, with that."""
+_DATA_TAG = kvtransfer_pb2.FetchBlocks.DATA_FIELD_NUMBER << 3 | _BYTES
+_BLOCKS_TAG = kvtransfer_pb2.FetchResponse.BLOCKS_FIELD_NUMBER << 3 | _BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Is a FetchBlocks as its destination has it."""
+
+    first_block: int
+    pool_blocks: Sequence[int]
+    num_blocks: int
+    checksums: Sequence[int]
+    more_follow: bool
+    data: Sequence[Buffer]
+    """The blocks' bytes, where they lie in what was received."""
+
+    @classmethod
+    def of(cls, blocks: kvtransfer_pb2.FetchBlocks, data: Sequence[Buffer]) -> Announced:
+        """Returns what `blocks` says, with its `data` apart."""
+        return cls(
+            blocks.first_block, blocks.pool_blocks, blocks.num_blocks, blocks.checksums, blocks.more_follow, data
+        )
+
+
+def carrying(blocks: kvtransfer_pb2.FetchBlocks, data: Sequence[Buffer]) -> bytes:
+    """Returns the bytes of a FetchResponse of `blocks` with this `data`, which is copied once."""
+    parts: list[Buffer] = [blocks.SerializeToString()]
+    for block in data:
+        parts += (_varint(_DATA_TAG), _varint(len(block)), block)
+    return b"".join((_varint(_BLOCKS_TAG), _varint(sum(map(len, parts))), *parts))
+
+
+def response_of(received: bytes) -> tuple[kvtransfer_pb2.FetchResponse, list[memoryview]]:
+    """Returns a FetchResponse without the bytes of blocks in it, and these as views of what was received. Raises an
+    error if it is none."""
+    rest, blocks = _without(_BLOCKS_TAG, memoryview(received))
+    if rest or len(blocks) != 1:
+        return kvtransfer_pb2.FetchResponse.FromString(received), []
+    head, carried = _without(_DATA_TAG, blocks[0])
+    return kvtransfer_pb2.FetchResponse(blocks=kvtransfer_pb2.FetchBlocks.FromString(head)), carried
+
+
+def _without(tag: int, message: memoryview) -> tuple[bytes, list[memoryview]]:
+    """Takes the fields with a tag out of a message's bytes. Returns the others, and the contents of these."""
+    others, found, at = [], [], 0
+    while at < len(message):
+        start = at
+        this, at = _read_varint(message, at)
+        if (kind := this & 7) == _VARINT:
+            _, end = _read_varint(message, at)
+        elif kind == _BYTES:
+            length, at = _read_varint(message, at)
+            end = at + length
+        else:
+            end = at + _FIXED_LENGTH[kind]
+        if end > len(message):
+            raise ValueError("a field ends behind its message")
+        if this == tag:
+            found.append(message[at:end])
+        else:
+            others.append(message[start:end])
+        at = end
+    return b"".join(others), found
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
+    """Returns the number at a place, and the place behind it."""
+    number = shift = 0
+    while True:
+        byte = message[at]
+        number |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return number, at
 
 
 def join_hashes(hashes: Sequence[BlockHash]) -> bytes:

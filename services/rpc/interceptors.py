@@ -54,7 +54,7 @@ def _guarded(handler: Any, method: str) -> Handler:
     }[handler.request_streaming, handler.response_streaming]
     check = _Requests if handler.request_streaming else _checked
     guarded: Any = wrap(lambda request, context: behavior(check(request, method), context))
-    return make(guarded, _lenient(handler.request_deserializer), handler.response_serializer)
+    return make(guarded, _lenient(handler.request_deserializer), _sparing(handler.response_serializer))
 
 
 def _unary(behavior: Behavior) -> Behavior:
@@ -112,6 +112,13 @@ def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], A
             return _MALFORMED
 
     return deserialize
+
+
+def _sparing(serializer: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
+    """Returns a serializer that leaves alone what is serialized already."""
+    if serializer is None:
+        return None
+    return lambda response: response if isinstance(response, bytes) else serializer(response)
 
 
 def _checked(request: Any, method: str) -> Any:

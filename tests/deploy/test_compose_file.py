@@ -24,6 +24,8 @@ from tests.support import compose
 OURS = {name: service for name, service in compose.services().items() if service["image"].startswith("baton:")}
 THEIRS = {name: service for name, service in compose.services().items() if name not in OURS}
 WORKERS = [name for name, role, _ in compose.num_workers(OURS, {"cpu", "gpu", "vllm"}) if role]
+"""Those of one host, which share memory."""
+NETWORKED = [name for name, role, _ in compose.num_workers(OURS, {"network"}) if role]
 
 # Keys of the compose specification that docker-compose 1.29 and docker compose v2 both know, as far as they are used.
 SERVICE_KEYS = {
@@ -89,6 +91,7 @@ def test_profiles() -> None:
     assert {profile for each in compose.services().values() for profile in each.get("profiles", [])} == {
         "cpu",
         "gpu",
+        "network",
         "observability",
         "store",
         "vllm",
@@ -100,7 +103,9 @@ def test_profiles() -> None:
     }
 
 
-@pytest.mark.parametrize("given", [[], ["cpu"], ["gpu"], ["vllm"], ["cpu", "observability"], ["gpu", "observability"]])
+@pytest.mark.parametrize(
+    "given", [[], ["cpu"], ["network"], ["gpu"], ["vllm"], ["cpu", "observability"], ["gpu", "observability"]]
+)
 def test_exactly_one_kind_of_worker_starts(given: list[str]) -> None:
     """The profiles of `--profile` replace those of .env: it does so in both compose versions."""
     profiles = set(given) or compose.default_profiles()
@@ -113,12 +118,12 @@ def test_exactly_one_kind_of_worker_starts(given: list[str]) -> None:
 
 def test_what_a_worker_costs_reaches_its_container() -> None:
     services = compose.services({"CPU_COST_PER_HOUR": "0.25", "GPU_COST_PER_HOUR": "2.5"})
-    for name in WORKERS:
-        expected = 0.25 if name in ("prefill", "decode") else 2.5
+    for name in (*WORKERS, *NETWORKED):
+        expected = 0.25 if name.startswith(("prefill", "decode")) else 2.5
         assert compose.configuration_of(services[name]).cost_per_hour == expected, name
 
 
-@pytest.mark.parametrize("name", ["router", "kvtransfer", *WORKERS])
+@pytest.mark.parametrize("name", ["router", "kvtransfer", *WORKERS, *NETWORKED])
 def test_flags_and_variables_are_the_services_own(name: str) -> None:
     """Loads the configuration as the process would. A BATON_* variable that no option reads would do nothing."""
     service = OURS[name]
@@ -222,7 +227,17 @@ def test_shared_memory_is_demanded() -> None:
         assert compose.configuration_of(OURS[name]).transport == "shm"
 
 
-@pytest.mark.parametrize("name", WORKERS)
+def test_workers_of_the_network_profile_share_nothing_but_a_network() -> None:
+    """So their KV goes as between hosts. A name in the abstract namespace is not seen from another container's."""
+    assert [OURS[name]["command"] for name in NETWORKED] == [["prefill"], ["decode"]]
+    for name in NETWORKED:
+        config = compose.configuration_of(OURS[name])
+        assert (config.transport, config.shm_dir) == ("auto", "")
+        assert OURS[name]["volumes"] == ["models:/var/lib/baton:ro", "cluster:/run/cluster"]
+        assert not {"ipc", "pid", "network_mode"} & set(OURS[name])
+
+
+@pytest.mark.parametrize("name", [*WORKERS, *NETWORKED])
 def test_replicas_can_be_told_apart(name: str) -> None:
     """A service that may have replicas has nothing that only one container can have."""
     assert "container_name" not in OURS[name]
@@ -234,7 +249,7 @@ def test_replicas_can_be_told_apart(name: str) -> None:
 
 
 def test_workers_may_finish_before_they_are_killed() -> None:
-    for name in ("router", *WORKERS):
+    for name in ("router", *WORKERS, *NETWORKED):
         grace = re.fullmatch(r"(\d+)s", OURS[name]["stop_grace_period"])
         assert grace is not None
         assert int(grace[1]) >= compose.configuration_of(OURS[name]).drain_s + 10
@@ -259,7 +274,9 @@ def test_the_control_port_is_for_the_stack_alone() -> None:
     """Workers reach it over the network between the containers; it is not published."""
     config = compose.configuration_of(OURS["router"])
     assert config.control_host == "0.0.0.0"
-    assert {compose.configuration_of(OURS[name]).router for name in WORKERS} == {(f"router:{config.control_port}",)}
+    assert {compose.configuration_of(OURS[name]).router for name in (*WORKERS, *NETWORKED)} == {
+        (f"router:{config.control_port}",)
+    }
     published = [port.rpartition(":")[2] for service in OURS.values() for port in service.get("ports", [])]
     assert str(config.control_port) not in published
 
@@ -267,14 +284,14 @@ def test_the_control_port_is_for_the_stack_alone() -> None:
 def test_only_the_router_publishes_ports() -> None:
     """KV is read from workers and stores over shared memory and the network between the containers."""
     assert {name for name, service in OURS.items() if service.get("ports")} == {"router"}
-    for name in [*WORKERS, "kvtransfer"]:
+    for name in [*WORKERS, *NETWORKED, "kvtransfer"]:
         assert compose.configuration_of(OURS[name]).kv_port == 0, "a free one, which replicas cannot dispute"
 
 
 def test_router_and_workers_share_a_token_that_the_first_of_them_makes() -> None:
     """The token lies in memory, in a volume that only Baton's user can open; it needs no step of the operator's and
     nothing in the file."""
-    for name in ("router", *WORKERS):
+    for name in ("router", *WORKERS, *NETWORKED):
         assert compose.configuration_of(OURS[name]).cluster_token_file == "/run/cluster/token"
         assert "cluster:/run/cluster" in OURS[name]["volumes"], "to be written to: whoever is first makes it"
         assert "BATON_CLUSTER_TOKEN" not in OURS[name]["environment"]
@@ -309,7 +326,7 @@ def test_containers_have_a_share_of_the_host(name: str) -> None:
     assert service["pids_limit"] >= 256
 
 
-@pytest.mark.parametrize("name", [name for name in WORKERS if not name.startswith("vllm")])
+@pytest.mark.parametrize("name", [name for name in (*WORKERS, *NETWORKED) if not name.startswith("vllm")])
 def test_a_worker_computes_on_its_share_of_the_cores(name: str) -> None:
     """More threads than the container may use at once wait for one another; while it loads, too."""
     assert compose.configuration_of(OURS[name]).threads == OURS[name]["cpus"]

@@ -81,6 +81,20 @@ def tls_stack(image: str) -> Iterator[Stack]:
     assert stack.remains() == []
 
 
+@pytest.fixture(scope="module")
+def network_stack(image: str) -> Iterator[Stack]:
+    """Has workers that share nothing but a network."""
+    command = next(each for each in COMMANDS if has_compose(each))
+    stack = Stack(command, COMPOSE_PROFILES="network")
+    try:
+        stack.compose("up", "--detach")
+        stack.await_healthy(3)
+        yield stack
+    finally:
+        stack.compose("down", "--volumes", "--timeout", "1")
+    assert stack.remains() == []
+
+
 @pytest.mark.parametrize("name", [IMAGE, ROUTER_IMAGE])
 def test_an_image_holds_what_is_pinned_and_no_compiler(image: str, name: str) -> None:
     shell = ["run", "--rm", "--network", "none", "--entrypoint", "sh", name, "-c"]
@@ -138,6 +152,20 @@ async def test_replicas_come_and_requests_survive_their_end(stack: Stack) -> Non
         await operator.until(lambda status: _has_returned(status, killed.worker), "the killed one is back")
         await load.another_round()
     assert load.num_done > before >= NUM_CLIENTS
+
+
+def test_between_containers_that_share_no_memory_kv_goes_by_tcp_and_the_log_says_so(
+    network_stack: Stack, tmp_path: Path
+) -> None:
+    flags = ["--target", network_stack.target, "--raw", "--prompt", "The sea is", "--max-tokens", "8", "--json"]
+    process = baton(["generate", *flags], tmp_path)
+    assert process.returncode == 0, process.stderr
+    answer = json.loads(process.stdout)
+    assert answer["usage"]["output_tokens"] == 8
+    assert answer["timings"]["transport"].lower().endswith("tcp")
+    log = network_stack.logs("decode-net")
+    assert re.search(r"kv transfer from \S+ takes another transport: shared memory at @baton-", log)
+    assert re.search(r"kv transfer from \S+: a probe says tcp [\d.]+ GB/s, shm 0.00 GB/s; the first is taken", log)
 
 
 async def test_two_tenants_are_served_inside_tls(tls_stack: Stack) -> None:

@@ -299,7 +299,7 @@ class RealCluster:
         """Waits until every service runs, and every router has every worker."""
         missing = [service for service in self.services.values() if not service.pid]
         await asyncio.gather(*(service.start() for service in missing))
-        workers = {name for name, service in self.services.items() if service.proxy is not None}
+        workers = {name for name in self.services if not name.startswith("router-")}
         for router in self.routers:
             await router.is_reached()
             await router.until(lambda status: _ready(status) == workers, f"{workers} are ready", READY_WITHIN_S)

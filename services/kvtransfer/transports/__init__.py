@@ -18,7 +18,7 @@ from services.core.errors import TransferFailed
 from services.kv.layout import Layout
 from services.kv.lease import FetchTicket
 from services.kv.regions import BlockMemory
-from services.kvtransfer.wire import whole_shard
+from services.kvtransfer.wire import Announced, whole_shard
 
 T = TypeVar("T")
 
@@ -112,8 +112,9 @@ class Announcer(Protocol):
         """
         ...
 
-    async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
-        """Returns the message for as many blocks as `room` returned. `pool_blocks` are their ids in this pool."""
+    async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks | bytes:
+        """Returns the message for as many blocks as `room` returned. `pool_blocks` are their ids in this pool. Where it
+        carries the blocks it is a FetchResponse's bytes."""
         ...
 
 
@@ -139,11 +140,11 @@ class Copier(Protocol):
         """Returns the threads on which to copy, if a copy waits for its source; None for the fetcher's."""
         ...
 
-    def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:
+    def count(self, message: Announced) -> int:
         """Returns how many blocks the message brings. Raises ProtocolViolation if they are none that can be copied."""
         ...
 
-    def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
+    def copy(self, message: Announced, memory: BlockMemory, targets: Sequence[int]) -> None:
         """Writes the message's blocks to the pool blocks `targets`, one each. Raises TransferFailed and
         ProtocolViolation.
 

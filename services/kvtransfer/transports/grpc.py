@@ -11,6 +11,7 @@ from services.kv.lease import FetchTicket
 from services.kv.regions import BlockMemory
 from services.kvtransfer.checksums import checksum
 from services.kvtransfer.transports import FetchName, on_thread
+from services.kvtransfer.wire import Announced, carrying
 
 # Python's gRPC streams fastest with messages of about this size (measured). A larger block travels alone.
 _MESSAGE_BYTES = 1 << 20
@@ -68,15 +69,15 @@ class GrpcAnnouncer:
         self._more_follow = num_blocks > self._blocks_per_message
         return min(num_blocks, self._blocks_per_message)
 
-    async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
-        message = await on_thread(self._reader, lambda: self._read(first_block, pool_blocks))
-        message.more_follow = self._more_follow
-        return message
+    async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> bytes:
+        announced = kvtransfer_pb2.FetchBlocks(first_block=first_block, more_follow=self._more_follow)
+        return await on_thread(self._reader, lambda: self._read(announced, pool_blocks))
 
-    def _read(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
-        data = [bytes(block) for block in self._memory.read_blocks(pool_blocks)]
-        checksums = [checksum(block) for block in data] if self._checksums else []
-        return kvtransfer_pb2.FetchBlocks(first_block=first_block, data=data, checksums=checksums)
+    def _read(self, announced: kvtransfer_pb2.FetchBlocks, pool_blocks: Sequence[int]) -> bytes:
+        blocks = self._memory.read_blocks(pool_blocks)
+        if self._checksums:
+            announced.checksums.extend(map(checksum, blocks))
+        return carrying(announced, blocks)
 
 
 class GrpcCopier:
@@ -88,14 +89,13 @@ class GrpcCopier:
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
 
-    def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:
+    def count(self, message: Announced) -> int:
         return len(message.data)
 
-    def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
-        data = list(message.data)  # once, and on the thread: each look at them copies them out of the message
-        if any(len(block) != self._block_bytes for block in data):
+    def copy(self, message: Announced, memory: BlockMemory, targets: Sequence[int]) -> None:
+        if any(len(block) != self._block_bytes for block in message.data):
             raise ProtocolViolation(f"a block is not {self._block_bytes} bytes")
-        memory.write_blocks(targets, data)
+        memory.write_blocks(targets, message.data)
 
     def stop(self) -> None:
         """Does nothing: a copy in memory is soon over."""

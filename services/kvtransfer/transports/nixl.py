@@ -24,7 +24,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from baton.v1 import kvtransfer_pb2, types_pb2
+from baton.v1 import types_pb2
 from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.daemon_threads import DaemonThreads
 from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation, TransferFailed
@@ -33,6 +33,7 @@ from services.kv.regions import BlockMemory, Region
 from services.kvtransfer.transports import PROBE_BYTES, FetchName, on_thread
 from services.kvtransfer.transports.nixl_agent import NixlAgent, NixlUnavailable
 from services.kvtransfer.transports.shm import PoolAnnouncer
+from services.kvtransfer.wire import Announced
 
 log = logging.getLogger(__name__)
 
@@ -310,12 +311,12 @@ class NixlCopier:
         self._stopped = False
         self._num_pins = 0
 
-    def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:
+    def count(self, message: Announced) -> int:
         if not all(0 <= block_id < self._peer.card.num_blocks for block_id in message.pool_blocks):
             raise ProtocolViolation("a block lies outside the source's pool")
         return len(message.pool_blocks)
 
-    def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
+    def copy(self, message: Announced, memory: BlockMemory, targets: Sequence[int]) -> None:
         sources = [self._peer.card.block(block_id) for block_id in message.pool_blocks]
         regions = [memory.region(target) for target in targets]
         read = partial(self._peer.agent.read, self._peer.name, regions, sources, self._patience_s)

@@ -18,13 +18,14 @@ from array import array
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
-from baton.v1 import kvtransfer_pb2, types_pb2
+from baton.v1 import types_pb2
 from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation
 from services.core.sealed_memory import what_is_wrong
 from services.kv.regions import BlockMemory
 from services.kvtransfer.transports import PROBE_BYTES, FetchName, TransportUnavailable
 from services.kvtransfer.transports.shm import GREETING, MAGIC, peer_uid, socket_address
+from services.kvtransfer.wire import Announced
 
 log = logging.getLogger(__name__)
 
@@ -190,12 +191,12 @@ class ShmCopier:
     def __init__(self, mapping: Mapping) -> None:
         self._mapping = mapping
 
-    def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:
+    def count(self, message: Announced) -> int:
         if not all(0 <= block_id < self._mapping.num_blocks for block_id in message.pool_blocks):
             raise ProtocolViolation("a block lies outside the source's pool")
         return len(message.pool_blocks)
 
-    def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
+    def copy(self, message: Announced, memory: BlockMemory, targets: Sequence[int]) -> None:
         with contextlib.ExitStack() as views:
             blocks = [views.enter_context(self._mapping.block(pool_block)) for pool_block in message.pool_blocks]
             memory.write_blocks(targets, blocks)

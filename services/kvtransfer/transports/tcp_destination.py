@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
-from baton.v1 import kvtransfer_pb2, types_pb2
+from baton.v1 import types_pb2
 from services.core.addresses import parse
 from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.daemon_threads import DaemonThreads
@@ -50,6 +50,7 @@ from services.kvtransfer.transports.tcp_tls import (
     require_secret,
     wrap_dialled,
 )
+from services.kvtransfer.wire import Announced
 from services.rpc.certificates import Certificates
 
 NUM_CONNECTIONS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
@@ -233,12 +234,12 @@ class TcpCopier:
         self._num_pins = 0
         self._stopped = False
 
-    def count(self, message: kvtransfer_pb2.FetchBlocks) -> int:
+    def count(self, message: Announced) -> int:
         if message.num_blocks < 0:
             raise ProtocolViolation(f"announced {message.num_blocks} blocks")
         return message.num_blocks
 
-    def copy(self, message: kvtransfer_pb2.FetchBlocks, memory: BlockMemory, targets: Sequence[int]) -> None:
+    def copy(self, message: Announced, memory: BlockMemory, targets: Sequence[int]) -> None:
         memory.fill_blocks(targets, lambda views: self._read(message.first_block, views))
 
     def stop(self) -> None:

@@ -47,8 +47,9 @@ from services.rpc.certificates import Certificates
 
 log = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 16 << 20
-"""The most bytes of blocks that one message announces."""
+MESSAGE_BYTES = 4 << 20
+"""The most bytes of blocks that one message announces, and one request asks for. A destination acknowledges it whole,
+so a fetch needs a share of the network that moves this, or more, within the time for a stall (5 s)."""
 MAX_CONNECTIONS = 256
 """The most connections of destinations that have been let in, by token or certificate. Further ones are refused."""
 MAX_STRANGERS = 32
@@ -56,8 +57,6 @@ MAX_STRANGERS = 32
 cluster shows so at once, and strangers that say nothing, or little, keep nobody out."""
 IDLE_S = 120.0
 """How long a connection may ask for nothing. Destinations give theirs up sooner."""
-_SEND_BYTES = 4 << 20
-"""Bytes that are sent before it is looked again whether the fetch goes on."""
 _SILENCE_S = 5.0
 _RETRY_ACCEPT_S = 1.0
 _REFUSAL_LOG_EVERY_S = 10.0
@@ -153,15 +152,9 @@ class TcpAnnouncer:
         return self._announced[start : start + num_blocks]
 
     def send(self, connection: Connection, pool_blocks: Sequence[int]) -> None:
-        """Sends the blocks' bytes. Raises TransferFailed if the fetch ends before all are sent."""
-        at_once = max(1, _SEND_BYTES // self._memory.block_bytes)
-        for start in range(0, len(pool_blocks), at_once):
-            if self.over:
-                raise TransferFailed("the fetch is over")
-            connection.send(self._memory.read_blocks(pool_blocks[start : start + at_once]))
-
-    def num_bytes(self, pool_blocks: Sequence[int]) -> int:
-        return len(pool_blocks) * self._memory.block_bytes
+        """Sends an answer with the blocks' bytes."""
+        num_bytes = len(pool_blocks) * self._memory.block_bytes
+        connection.send([ANSWER.pack(num_bytes, GRANTED), *self._memory.read_blocks(pool_blocks)])
 
     def _read(self, pool_blocks: Sequence[int]) -> list[int]:
         return [checksum(block) for block in self._memory.read_blocks(pool_blocks)]
@@ -318,7 +311,6 @@ class _Server:
         if fetch is None or pool_blocks is None:
             connection.send([ANSWER.pack(0, REFUSED)])
             return
-        connection.send([ANSWER.pack(fetch.num_bytes(pool_blocks), GRANTED)])
         fetch.send(connection, pool_blocks)
 
     def _from_thread(self, act: Callable[..., None], *arguments: object) -> None:

@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from baton.v1 import kvtransfer_pb2, types_pb2
+from baton.v1 import types_pb2
 from services.core.errors import LeaseInvalid, TransferFailed
 from services.kv.imports import ImportState
 from services.kv.lease import FetchEnd, LeaseState
+from services.kv.regions import Buffer
 from services.kvtransfer import client
 from services.kvtransfer.client import lease_may_live
 from services.kvtransfer.fetch_stream import FetchStream, Seal
 from services.kvtransfer.servicer import KVTransferServicer
 from services.kvtransfer.transports import grpc as grpc_transport
+from services.kvtransfer.transports import shm
+from services.kvtransfer.wire import Announced
 from tests.support.kv_harness import LAYOUT, NIXL, TOKEN, Destination, Source, running, until
 from tests.support.kv_memory import Gate
 from tests.support.patience import HANG_S
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", NIXL, "grpc"])
 WIRE = {name: types_pb2.Transport.Value(f"TRANSPORT_{name.upper()}") for name in ("shm", "tcp", "nixl", "grpc")}
+
+
+def seen_streams(monkeypatch: pytest.MonkeyPatch) -> list[FetchStream]:
+    """Returns the streams of the fetches that begin from now on."""
+    streams: list[FetchStream] = []
+
+    class Seen(client.FetchStream):
+        def __init__(self, *args: Any, **fields: Any) -> None:
+            super().__init__(*args, **fields)
+            streams.append(self)
+
+    monkeypatch.setattr(client, "FetchStream", Seen)
+    return streams
+
+
+def acknowledgements(source: Source, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns what the source is told from now on to be copied."""
+    acknowledged: list[int] = []
+    ack = source.table.ack
+    monkeypatch.setattr(
+        source.table, "ack", lambda ticket, upto, now: (acknowledged.append(upto), ack(ticket, upto, now))
+    )
+    return acknowledged
 
 
 @TRANSPORTS
@@ -91,20 +118,8 @@ async def test_the_last_blocks_are_not_acknowledged_once_the_seal_is_here(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Release follows the last copy at once, and an acknowledgement would only hold it up."""
-    streams: list[FetchStream] = []
-    acknowledged: list[int] = []
-
-    class Seen(FetchStream):
-        def __init__(self, *args: Any, **fields: Any) -> None:
-            super().__init__(*args, **fields)
-            streams.append(self)
-
-    monkeypatch.setattr(client, "FetchStream", Seen)
     source, destination = Source(), Destination()
-    ack = source.table.ack
-    monkeypatch.setattr(
-        source.table, "ack", lambda ticket, upto, now: (acknowledged.append(upto), ack(ticket, upto, now))
-    )
+    streams, acknowledged = seen_streams(monkeypatch), acknowledgements(source, monkeypatch)
     async with running(source, destination):
         lease = source.lease(40)
         order = destination.order(source, lease, transport=transport)
@@ -121,6 +136,80 @@ async def test_the_last_blocks_are_not_acknowledged_once_the_seal_is_here(
         assert destination.holds(order.targets) == source.expected(lease)
 
 
+@pytest.mark.parametrize(("ack_bytes", "expected"), [(1 << 20, []), (1, [1])])
+async def test_messages_that_carry_blocks_and_follow_each_other_are_acknowledged_together(
+    ack_bytes: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, destination = Source(), Destination()
+    monkeypatch.setattr(grpc_transport, "_MESSAGE_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(client, "_ACK_BYTES", ack_bytes)
+    streams, acknowledged = seen_streams(monkeypatch), acknowledgements(source, monkeypatch)
+    async with running(source, destination):
+        destination.memory.gate = gate = Gate()
+        lease = source.lease(32, sealed=True)
+        order = destination.order(source, lease, transport="grpc")
+        fetch = destination.start(order)
+        await gate.entered()
+        await until(lambda: streams[0].only_seal_left)
+        gate.open()
+        assert (await fetch).ready
+        assert acknowledged == expected
+        assert destination.holds(order.targets) == source.expected(lease)
+
+
+async def test_the_next_copy_begins_before_the_last_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An acknowledgement takes a turn of the event loop and of gRPC, in which nothing would be copied."""
+    source, destination = Source(), Destination()
+    monkeypatch.setattr(shm, "MESSAGE_BYTES", LAYOUT.block_bytes)
+    under_way: list[int] = []
+
+    class Seen(FetchStream):
+        async def ack(self, copied: int) -> None:
+            under_way.append(order.import_.num_copies)
+            await super().ack(copied)
+
+    monkeypatch.setattr(client, "FetchStream", Seen)
+    streams = seen_streams(monkeypatch)
+    async with running(source, destination):
+        destination.memory.gate = gate = Gate()
+        order = destination.order(source, source.lease(32, sealed=True), transport="shm")
+        fetch = destination.start(order)
+        await gate.entered()
+        await until(lambda: streams[0].only_seal_left)
+        gate.open()
+        assert (await fetch).ready
+        assert under_way == [1]
+
+
+async def test_copies_that_end_in_another_order_are_acknowledged_in_the_blocks_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, destination = Source(), Destination()
+    monkeypatch.setattr(grpc_transport, "_MESSAGE_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(grpc_transport.GrpcCopier, "num_copies", 2)
+    monkeypatch.setattr(client, "_ACK_BYTES", 1)
+    acknowledged, write, second = acknowledgements(source, monkeypatch), destination.memory.write_blocks, Gate()
+
+    def write_late(block_ids: Sequence[int], data: Sequence[Buffer]) -> None:
+        if block_ids[0] == order.targets[0]:
+            second.enter()
+        write(block_ids, data)
+        if block_ids[0] == order.targets[1]:
+            second.open()
+
+    monkeypatch.setattr(destination.memory, "write_blocks", write_late)
+    async with running(source, destination):
+        lease = source.lease(40)
+        order = destination.order(source, lease, transport="grpc")
+        fetch = destination.start(order)
+        source.publish(lease, 32)
+        await until(lambda: 2 in acknowledged)
+        source.seal(lease)
+        assert (await fetch).ready
+        assert acknowledged == sorted(acknowledged)
+        assert destination.holds(order.targets) == source.expected(lease)
+
+
 async def test_messages_that_carry_blocks_are_timed_where_one_follows_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,7 +217,7 @@ async def test_messages_that_carry_blocks_are_timed_where_one_follows_the_other(
     source, destination = Source(), Destination()
 
     class Slow(FetchStream):
-        async def _receive(self) -> kvtransfer_pb2.FetchBlocks | Seal:
+        async def _receive(self) -> Announced | Seal:
             item = await super()._receive()
             destination.clock.advance(1.0)
             return item

@@ -227,10 +227,11 @@ class TestCancellation:
 
 
 @TRANSPORTS
-async def test_a_corrupted_block_is_data_loss_and_the_lease_lives(transport: str) -> None:
+@pytest.mark.parametrize("num_tokens", [16, 40])
+async def test_a_corrupted_block_is_data_loss_and_the_lease_lives(transport: str, num_tokens: int) -> None:
     source, destination = Source(), Destination(checksums=True)
     async with running(source, destination):
-        lease = source.lease(40, sealed=True)
+        lease = source.lease(num_tokens, sealed=True)
         destination.memory.corrupts = True
         order = destination.order(source, lease, transport=transport)
         with pytest.raises(CorruptBlock) as raised:

@@ -7,7 +7,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import AsyncIterator
-from typing import Any, cast
 
 import pytest
 
@@ -36,7 +35,7 @@ from services.kvtransfer.transports.tcp import (
 from services.kvtransfer.transports.tcp_destination import TcpUnavailable
 from services.kvtransfer.transports.tcp_source import TcpSource
 from tests.support import kv_harness
-from tests.support.kv_harness import LAYOUT, Destination, Source, running, until
+from tests.support.kv_harness import Destination, Source, running, until
 from tests.support.stuck_source import Stuck
 from tests.support.trusted import CLUSTER_TOKEN
 
@@ -234,22 +233,6 @@ class TestWhatIsGiven:
             with pytest.raises(LeaseInvalid, match="aborted"):
                 await other
             assert await peer.ask(lease.lease_id, 4, 0, 1) is None
-
-    async def test_no_more_of_a_lease_that_ends_meanwhile(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tcp_source, "_SEND_BYTES", LAYOUT.block_bytes)
-        source, sent = Source(), list[bytes]()
-        async with running(source):
-            lease = source.lease(40, sealed=True)
-            announcer = source.tcp.announcer(source.table.open_fetch(lease.lease_id, 1, 0, 0.0), checksums=False)
-
-            class Connected:
-                def send(self, blocks: list[memoryview]) -> None:
-                    sent.extend(map(bytes, blocks))
-                    source.table.abort(lease.lease_id, 0.0)
-
-            with pytest.raises(TransferFailed, match="over"):
-                announcer.send(cast(Any, Connected()), lease.block_ids)
-            assert sent == source.expected(lease)[:1]
 
     async def test_a_pool_that_cannot_be_mapped(self) -> None:
         source, destination = Source(num_slots=4), Destination()

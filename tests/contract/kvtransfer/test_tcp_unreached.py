@@ -8,6 +8,7 @@ import pytest
 
 from baton.v1 import types_pb2
 from services.core.addresses import join
+from services.kvtransfer import connecting
 from services.kvtransfer.client import FetchOutcome
 from services.kvtransfer.transports import PROBE_BYTES
 from services.kvtransfer.transports.grpc import GrpcDestination
@@ -89,3 +90,23 @@ async def test_a_socket_where_nobody_answers_is_waited_for_once() -> None:
         for _ in range(3):
             assert (await fetch()).transport == types_pb2.TRANSPORT_GRPC
         assert num_dialled == dialled
+
+
+async def test_a_socket_that_was_not_reached_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine was busy for a moment, or its firewall lacked a rule."""
+    monkeypatch.setattr(connecting, "RETRY_S", 0.0)
+    source, destination = Source(), Destination()
+    connector = destination.fetcher._connector
+    connector.transports = [destination.sockets, GrpcDestination(LAYOUT.block_bytes)]
+    async with running(source, destination):
+        order = destination.order(source, source.lease(40, sealed=True))
+        for offer in order.source.offers:
+            if offer.transport == types_pb2.TRANSPORT_TCP:
+                offer.tcp_address = "127.0.0.1:1"
+        assert (await destination.fetcher.fetch(order)).transport == types_pb2.TRANSPORT_GRPC
+        await until(lambda: connector._probing is None)
+        taken = []
+        for _ in range(2):
+            taken.append((await destination.fetch(source, source.lease(40, sealed=True))).transport)
+            await until(lambda: connector._probing is None)
+        assert taken == [types_pb2.TRANSPORT_GRPC, types_pb2.TRANSPORT_TCP]
