@@ -126,21 +126,6 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
     max_concurrent_rpcs: int = positive_option(
         4096, "gRPC calls at once; when full, one that waits for its client is ended, else the new one refused"
     )
-    tokenizer_threads: int = option(
-        0, "threads that tokenise long texts; 0 takes half of the cores", check=lambda v: v >= 0, must="must be >= 0"
-    )
-    max_models: int = option(
-        8,
-        "models served at once: the router's own, and those that workers bring",
-        check=lambda v: 1 <= v <= 256,
-        must="must be in [1, 256]",
-    )
-    max_workers: int = option(
-        1024,
-        "workers of one model that may be registered at once",
-        check=lambda v: 1 <= v <= 65536,
-        must="must be in [1, 65536]",
-    )
     # Admission.
     max_queue: int = positive_option(1024, "requests of one model that may wait for a worker")
     queue_timeout_s: float = duration_option(120.0, "longest wait for a busy worker, seconds")
@@ -157,9 +142,7 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
         30.0, "a worker whose device step runs longer is stuck: its requests go elsewhere, seconds"
     )
     # Sessions.
-    heartbeat_s: float = duration_option(0.5, "interval of heartbeats to workers, seconds")
     silence_s: float = duration_option(2.0, "a worker silent this long is lost, seconds")
-    register_s: float = duration_option(1.0, "how often workers register again, seconds")
     # Objectives.
     slo_ttft_ms: float = _objective_option(500.0, "objective for the time to the first token, ms")
     slo_tpot_ms: float = _objective_option(
@@ -173,6 +156,17 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
         False,
         "write prompts to the log, and show prompts and outputs in the console; else neither has text of clients",
     )
+    # What is no flag, since nobody would turn it but a test.
+    tokenizer_threads: int = 0
+    """Threads that tokenise long texts; 0 takes half of the cores."""
+    max_models: int = 64
+    """Models served at once: the router's own, and those that workers bring. Each takes the memory of its tokenizer."""
+    max_workers: int = 1024
+    """Workers of one model that may be registered at once."""
+    heartbeat_s: float = 0.5
+    """Interval of heartbeats to workers."""
+    register_s: float = 1.0
+    """Interval at which workers register again."""
 
     def demand_safe(self) -> None:
         """Raises ConfigError if the cluster token or clients' keys would cross a network in the clear, unasked."""
