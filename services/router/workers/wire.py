@@ -15,10 +15,10 @@ from typing import Any
 from baton.v1 import control_pb2, inference_pb2, types_pb2, worker_pb2
 from services.core.config import DAY_S
 from services.core.errors import InvalidRequest, ProtocolViolation
+from services.core.hashing import salt_in
 from services.core.seeds import answer_seed
 from services.core.step_average import StepAverage
 from services.kv.layout import TORCH
-from services.kv.verdicts import salt_in
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
