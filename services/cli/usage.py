@@ -1,7 +1,7 @@
 """Runs `baton usage`: sums what usage logs say, by tenant and model.
 
 Owns: reading the logs, each entry once however often it is there, and what is printed. Never: writing them
-(`router/telemetry/usage_log.py`).
+(`router/telemetry/usage.py`).
 """
 
 from __future__ import annotations

@@ -26,6 +26,15 @@ HASH_BYTES = 8
 """The length of a short hash as it travels."""
 
 
+_SEPARATOR = "\x1f"
+"""Between a salt and the epoch; no client's salt may have it."""
+
+
+def salt_in(epoch: str, cache_salt: str) -> str:
+    """Returns the salt with which blocks are hashed in that epoch."""
+    return f"{cache_salt}{_SEPARATOR}{epoch}" if epoch else cache_salt
+
+
 def root_hash(cache_salt: str = "") -> BlockHash:
     """Returns the parent hash of a sequence's first block. Sequences with different salts never share blocks."""
     return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"baton-root").digest()

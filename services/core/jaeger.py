@@ -25,11 +25,9 @@ def is_web_address(text: str) -> bool:
         return False
 
 
-def search_link(base: str, service: str, tags: str = "") -> str:
-    """Returns the link to a search for a service's newest traces, of those with the tags if any are given (a JSON
-    object from names to values)."""
-    query = f"service={quote(service, safe='')}" + (f"&tags={quote(tags, safe='')}" if tags else "")
-    return f"{base.rstrip('/')}/search?{query}"
+def search_link(base: str, service: str) -> str:
+    """Returns the link to a search for a service's newest traces."""
+    return f"{base.rstrip('/')}/search?service={quote(service, safe='')}"
 
 
 def trace_link(base: str, trace_id: str) -> str:

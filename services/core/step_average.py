@@ -19,7 +19,7 @@ class StepAverage:
     ms: float = 0.0
     """How long a step takes."""
     tokens: float = 0.0
-    """The tokens that it computes: of prompts and of decoding sequences, drafts included."""
+    """The tokens that it computes: of prompts and of decoding sequences."""
     attended_tokens: float = 0.0
     """The sum of what each of these attends to."""
     num_steps: int = 0

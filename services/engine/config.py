@@ -90,9 +90,9 @@ class StepReport:
     step_number: int
     """Number of the step, from 1; 0 if the events are those of scheduling."""
     num_tokens: int
-    """Tokens that the step computed, drafts included."""
+    """Tokens that the step computed."""
     num_decodes: int
-    """Sequences of the step that were decoding; each computed one token and its drafts."""
+    """Sequences of the step that were decoding; each computed one token."""
     started_s: float
     ended_s: float
 
@@ -120,6 +120,6 @@ class EngineStats:
     num_steps: int
     """Steps since the engine started, including those that raised."""
     num_tokens: int
-    """Tokens of those steps, of prompts and of decoding sequences, drafts included."""
+    """Tokens of those steps, of prompts and of decoding sequences."""
     consecutive_step_failures: int
     """Steps that raised since the last one that did not."""

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 
 from services.core.clock import Clock, MonotonicClock
 from services.core.errors import StepFailed
@@ -89,7 +88,6 @@ class Engine(PoolFace):
         self.tally = StepTally()
         """Counts of what steps have done, for metrics."""
         self._runner = loaded.runner
-        self._drafter = loaded.drafter
         self._touch = loaded.touch
         self._clock = clock or MonotonicClock()
         self._processor_s = processor_s
@@ -301,7 +299,6 @@ class Engine(PoolFace):
         started_s = self._clock.now()
         self._step_began_processor_s = self._processor_s() if self._processor_s is not None else 0.0
         self._take_arrivals()
-        self._draft(started_s)
         with self._lock:
             plan = self._scheduler.schedule(started_s, self._costs.tokens_within(_LONGEST_STEP_MS, started_s))
             events = self._scheduler.take_events()
@@ -324,32 +321,6 @@ class Engine(PoolFace):
             for sequence in arrived:
                 if self._arrivals.pop(sequence.seq_id, None) is not None:  # not aborted meanwhile
                     self._scheduler.add(sequence)
-
-    def _draft(self, started_s: float) -> None:
-        """Proposes drafts for the sequences that decode. Only this thread changes their tokens, so reading them needs
-        no lock."""
-        if self._drafter is None:
-            return
-        with self._lock:
-            decoding = self._scheduler.decoding
-        if not decoding:
-            return
-        self._step_started_s = started_s  # so that a drafter that hangs is seen as a step that does
-        try:
-            proposed = self._drafter.propose([sequence.token_ids for sequence in decoding])
-            drafts = [tuple(takewhile(self._is_token, token_ids)) for token_ids in proposed]
-            assert len(drafts) == len(decoding), f"{len(drafts)} drafts for {len(decoding)} sequences"
-        except Exception:
-            # The output is the same without drafts, and only slower.
-            self._drafter = None
-            logger.exception("the drafter failed, and is not asked again")
-            return
-        with self._lock:
-            for sequence, token_ids in zip(decoding, drafts, strict=True):
-                self._scheduler.draft(sequence.seq_id, token_ids)
-
-    def _is_token(self, token_id: int) -> bool:
-        return 0 <= token_id < self.info.vocab_size
 
     def _finish(self, plan: StepPlan, result: StepResult | Exception, on_step: OnStep) -> None:
         """Absorbs and reports a step that has run or raised."""

@@ -68,21 +68,17 @@ class DeviceRunner:
         finally:
             masks = NO_MASKS if masking is None else masking.result()
         masked = time.perf_counter()
-        rows = [row for part in plan.sequences for row in (*part.rows, *part.further_rows)]
-        num_sampled = sum(len(part.rows) for part in plan.sequences)
+        rows = [row for part in plan.sequences for row in part.rows]
+        num_sampled = sum(bool(part.rows) for part in plan.sequences)
         # Scored first: the sampler changes the logits.
         scored = score(logits[num_sampled:], plan.sequences)
         tokens = iter(sample(_for_all_rows(logits[:num_sampled], plan.sequences), rows, masks) if rows else [])
         if self._cache.device.type != "cpu":
             # Copies of blocks run on streams of their own, and the step does not wait for them.
             torch.accelerator.current_stream(self._cache.device).synchronize()
-        sampled = {
-            part.seq_id: tuple(islice(tokens, len(part.rows) + len(part.further_rows)))
-            for part in plan.sequences
-            if part.rows
-        }
+        sampled = {part.seq_id: tuple(islice(tokens, len(part.rows))) for part in plan.sequences if part.rows}
         return StepResult(
-            masks.keep(sampled),
+            {seq_id: tokens for seq_id, tokens in sampled.items() if seq_id not in masks.failed},
             scored,
             masks.failed,
             inputs_s=ready - started,
@@ -155,14 +151,9 @@ class DeviceRunner:
 def _for_all_rows(logits: Tensor, parts: tuple[ScheduledSequence, ...]) -> Tensor:
     """Returns a row of logits for each row that is sampled: further answers are sampled from copies of their first's.
 
-    logits: [number of `rows` of all parts, vocab_size]
+    logits: [number of parts that have rows, vocab_size]
     """
-    if not any(part.further_rows for part in parts):
+    counts = [len(part.rows) for part in parts if part.rows]
+    if len(counts) == sum(counts):
         return logits
-    index: list[int] = []
-    end = 0
-    for part in parts:
-        index += range(end, end + len(part.rows))
-        end += len(part.rows)
-        index += [end - 1] * len(part.further_rows)
-    return logits[torch.tensor(index, device=logits.device)]
+    return logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0, output_size=sum(counts))

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from services.core.step_average import StepAverage
 from services.engine.schedule.sequence import StepPlan, StepResult
-from services.engine.schedule.step import accepted
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Upper bounds of the buckets of the histogram of sequences in a step."""
@@ -48,9 +47,9 @@ class StepTally:
         self.prefill_tokens = 0
         """Tokens of prompts, and tokens computed again after a preemption or in a replay."""
         self.decode_tokens = 0
-        """Tokens that decoding sequences computed, rejected drafts included."""
+        """Tokens that decoding sequences computed."""
         self.sampled_tokens = 0
-        """Tokens that steps produced, accepted drafts included."""
+        """Tokens that steps produced."""
         self.prefill_step = StepAverage()
         """Averages the newest steps that computed tokens of prompts, and decodes beside them."""
         self.decode_step = StepAverage()
@@ -81,7 +80,7 @@ class StepTally:
         self.ran(
             ended_s - started_s,
             num_prefill_tokens=plan.num_prefill_tokens,
-            num_decode_tokens=plan.num_decode_tokens,
+            num_decode_tokens=plan.num_decodes,
             num_sequences=len(plan.sequences),
             attended_tokens=plan.attended_tokens,
             failed=isinstance(result, Exception),
@@ -89,11 +88,7 @@ class StepTally:
         )
         if isinstance(result, Exception):
             return
-        self.sampled_tokens += sum(
-            len(accepted(part, result.sampled[part.seq_id])) + len(part.further_rows)
-            for part in plan.sequences
-            if part.seq_id in result.sampled
-        )
+        self.sampled_tokens += sum(map(len, result.sampled.values()))
         for name in ("inputs", "model", "masks", "sample"):
             self.part_seconds[name] += getattr(result, f"{name}_s")
 

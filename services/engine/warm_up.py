@@ -52,18 +52,6 @@ class Runner(Protocol):
         ...
 
 
-class Drafter(Protocol):
-    """Proposes drafts, so that one step may produce several tokens of a sequence (speculative decoding, Leviathan et
-    al., arXiv 2211.17192)."""
-
-    def propose(self, sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Returns drafts for each of the sequences, which are given as their token ids; no tokens where it has none.
-
-        It runs on the step thread before each step that decodes, so it must take less time than right drafts save.
-        """
-        ...
-
-
 class PoolMemory(BlockMemory, Protocol):
     """Gives access to the bytes of a pool's blocks, and lets the engine, which owns them, free them."""
 
@@ -79,8 +67,6 @@ class Loaded:
     info: EngineInfo
     cache: PoolMemory
     runner: Runner
-    drafter: Drafter | None = None
-    """Source of drafts. With None, a step produces at most one token for each sequence."""
     touch: Callable[[int], bool] | None = None
     """Makes memory ready for the blocks after the first ones, whose number it is given, a little at each call, and
     returns whether there is more to do. Called on the step thread while no step runs."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from services.core.errors import InvalidRequest, LeaseInvalid, LeaseNotSealed, ProtocolViolation
 from services.core.hashing import num_blocks_for
-from services.kv.countdown import Countdown
-from services.kv.lease import FetchEnd, FetchTicket, Lease, LeaseListener, LeaseState, Tombstone
+from services.kv.lease import Countdown, FetchEnd, FetchTicket, Lease, LeaseListener, LeaseState, Tombstone
 
 if TYPE_CHECKING:
     from baton.v1 import types_pb2

@@ -16,23 +16,13 @@ def _ignore(hash: BlockHash) -> None:
 
 
 class TierIndex:
-    """Gives out the slots of a tier, numbered from 0. A slot is free, being written, or holds the block of one hash.
+    """Gives out the slots of a tier, numbered from 0. A slot is free, being written, or holds the block of one hash."""
 
-    `on_store(hash)` and `on_remove(hash)` are called as blocks enter and leave the index.
-    """
-
-    def __init__(
-        self,
-        num_slots: int,
-        order: EvictionOrder,
-        *,
-        on_store: Callable[[BlockHash], None] = _ignore,
-        on_remove: Callable[[BlockHash], None] = _ignore,
-    ) -> None:
+    def __init__(self, num_slots: int, order: EvictionOrder) -> None:
         assert num_slots > 0, "a tier has slots"
         self.num_slots = num_slots
-        self.on_store = on_store
-        self.on_remove = on_remove
+        self._on_store: Callable[[BlockHash], None] = _ignore
+        self._on_remove: Callable[[BlockHash], None] = _ignore
         self._order = order
         self._slot_of: dict[BlockHash, int] = {}
         # A stack with the lowest slot on top, so that a file grows from its start.
@@ -46,8 +36,9 @@ class TierIndex:
         return hash in self._slot_of
 
     def follow(self, on_store: Callable[[BlockHash], None], on_remove: Callable[[BlockHash], None]) -> None:
-        """Has these called from now on; for the blocks that are held already, `on_store` at once."""
-        self.on_store, self.on_remove = on_store, on_remove
+        """Has these called as blocks enter and leave the index from now on; for those that are held already, `on_store`
+        at once."""
+        self._on_store, self._on_remove = on_store, on_remove
         for hash in self.held():
             on_store(hash)
 
@@ -91,7 +82,7 @@ class TierIndex:
             return
         self._slot_of[hash] = slot
         self._order.add(hash)
-        self.on_store(hash)
+        self._on_store(hash)
 
     def give_back(self, slot: int) -> None:
         """Notes that a slot that was taken holds nothing."""
@@ -114,7 +105,7 @@ class TierIndex:
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in taken]
         for hash in self._slot_of:
             self._order.add(hash)
-            self.on_store(hash)
+            self._on_store(hash)
         return len(self._slot_of)
 
     def clear(self) -> None:
@@ -131,4 +122,4 @@ class TierIndex:
 
     def _remove(self, hash: BlockHash) -> None:
         self._free.append(self._slot_of.pop(hash))
-        self.on_remove(hash)
+        self._on_remove(hash)

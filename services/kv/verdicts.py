@@ -2,20 +2,17 @@
 
 A block's hash names tokens and not values. What a damaged worker has computed is found under the same name as what a
 healthy one would have computed, by whoever has taken it over, and so is all that was computed behind it. So after each
-verdict every block has another name: beside the salt, hashes begin with an *epoch*, which follows from the verdicts.
-What has an older name is found no more, wherever it lies and whenever it arrives, and is evicted in time.
+verdict every block has another name: beside the salt, hashes begin with an *epoch* (`core.hashing.salt_in`), which
+follows from the verdicts. What has an older name is found no more, wherever it lies and whenever it arrives, and is
+evicted in time.
 
-Owns: the verdicts, and the epoch. Never: who is wrong (`services.router.coordinator.canaries`), or what becomes of
-requests (`services.router.coordinator.wrong_workers`).
+Owns: the verdicts, and the epoch. Never: who is wrong, or what becomes of requests (the router's `canaries.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-
-_SEPARATOR = "\x1f"
-"""Between a salt and the epoch; no client's salt may have it."""
 
 
 class Verdicts:
@@ -41,8 +38,3 @@ class Verdicts:
             self.num_of.update({incarnation: num_of[incarnation] for incarnation in news})
             self.epoch = hashlib.blake2b(repr(sorted(self.num_of.items())).encode(), digest_size=8).hexdigest()
         return news
-
-
-def salt_in(epoch: str, cache_salt: str) -> str:
-    """Returns the salt with which blocks are hashed in that epoch."""
-    return f"{cache_salt}{_SEPARATOR}{epoch}" if epoch else cache_salt

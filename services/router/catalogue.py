@@ -202,7 +202,7 @@ class Catalogue:
         if task is None:
             if len(self._models) + len(self._learning) >= self._max_models:
                 raise Overloaded(
-                    f"model {name!r} is not served; {self._served()}, and no more models may be (--max-models)"
+                    f"model {name!r} is not served; {self._served()}, and no more than {self._max_models} models may be"
                 )
             task = asyncio.create_task(self._fetch(info), name=f"learn model {name}")
             self._learning[name] = task

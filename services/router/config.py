@@ -22,7 +22,6 @@ from services.core.errors import ConfigError
 from services.core.jaeger import A_WEB_ADDRESS, JAEGER_HELP, is_web_address
 from services.core.process_config import DrainConfig, ListenConfig, LogConfig, ModelName
 from services.router.placement_config import RoutingConfig
-from services.router.tenant_config import TenantConfig
 from services.router.text.output.families import REASONING_PARSERS, TOOL_PARSERS
 from services.rpc.certificates import PUBLIC_FLAGS, Certificates
 from services.rpc.membership import MembershipConfig
@@ -51,6 +50,69 @@ def demand_private_keys(host: str, is_allowed: bool) -> None:
             "--tenants: clients' keys would cross the network in the clear: give --public-tls-cert and "
             "--public-tls-key, or --allow-plain-token if the network is private, or something in front speaks TLS"
         )
+
+
+MOST_TEXT_CHARS = 65_536
+
+
+def _bytes_option(of: str) -> Any:
+    return option(
+        64 << 20,
+        f"size at which another file of the {of} log begins, bytes; the one before is FILE.1",
+        check=lambda v: v >= 4096,
+        must="must be at least 4096",
+    )
+
+
+def _files_option(of: str, default: int) -> Any:
+    return option(
+        default,
+        f"files of the {of} log, beyond which the oldest is deleted",
+        check=lambda v: 2 <= v <= 10_000,
+        must="must be in [2, 10000]",
+    )
+
+
+@dataclass(frozen=True)
+class TenantConfig:
+    """Keeps the flags."""
+
+    tenants: str = option(
+        "",
+        "YAML file with the tenants: their keys, limits and models; read again on SIGHUP and when it changes (default: "
+        "none, and nobody is asked for a key)",
+    )
+    routers: int = option(
+        0,
+        "routers that share the workers, by which each tenant's limits are divided; 0: as many as the workers say",
+        check=lambda v: 0 <= v <= 64,
+        must="must be in [0, 64]",
+    )
+    tenants_store: str = option(
+        "",
+        "Redis-compatible server in which routers share the limits of tenants, such as redis://HOST:6379/0; needs the "
+        "extra redis (default: none, and each router takes its part of the limits)",
+    )
+    usage_log: str = option(
+        "",
+        "append a JSON line for each request that ended to this file: tenant, tokens and cost, for baton usage and to "
+        "bill by (default: none)",
+    )
+    usage_log_bytes: int = _bytes_option("usage")
+    usage_log_files: int = _files_option("usage", 64)
+    request_log: str = option(
+        "",
+        "append a JSON line for each request that ended to this file: tenant, tokens, times, workers and outcome "
+        "(default: none)",
+    )
+    request_log_bytes: int = _bytes_option("request")
+    request_log_files: int = _files_option("request", 8)
+    request_log_text_chars: int = option(
+        0,
+        "characters of each prompt, and of each answer, that the request log has, of tenants that allow it; 0: none",
+        check=lambda v: 0 <= v <= MOST_TEXT_CHARS,
+        must=f"must be in [0, {MOST_TEXT_CHARS}]",
+    )
 
 
 @dataclass(frozen=True)
@@ -126,21 +188,6 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
     max_concurrent_rpcs: int = positive_option(
         4096, "gRPC calls at once; when full, one that waits for its client is ended, else the new one refused"
     )
-    tokenizer_threads: int = option(
-        0, "threads that tokenise long texts; 0 takes half of the cores", check=lambda v: v >= 0, must="must be >= 0"
-    )
-    max_models: int = option(
-        8,
-        "models served at once: the router's own, and those that workers bring",
-        check=lambda v: 1 <= v <= 256,
-        must="must be in [1, 256]",
-    )
-    max_workers: int = option(
-        1024,
-        "workers of one model that may be registered at once",
-        check=lambda v: 1 <= v <= 65536,
-        must="must be in [1, 65536]",
-    )
     # Admission.
     max_queue: int = positive_option(1024, "requests of one model that may wait for a worker")
     queue_timeout_s: float = duration_option(120.0, "longest wait for a busy worker, seconds")
@@ -157,9 +204,7 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
         30.0, "a worker whose device step runs longer is stuck: its requests go elsewhere, seconds"
     )
     # Sessions.
-    heartbeat_s: float = duration_option(0.5, "interval of heartbeats to workers, seconds")
     silence_s: float = duration_option(2.0, "a worker silent this long is lost, seconds")
-    register_s: float = duration_option(1.0, "how often workers register again, seconds")
     # Objectives.
     slo_ttft_ms: float = _objective_option(500.0, "objective for the time to the first token, ms")
     slo_tpot_ms: float = _objective_option(
@@ -173,6 +218,17 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
         False,
         "write prompts to the log, and show prompts and outputs in the console; else neither has text of clients",
     )
+    # What is no flag, since nobody would turn it but a test.
+    tokenizer_threads: int = 0
+    """Threads that tokenise long texts; 0 takes half of the cores."""
+    max_models: int = 64
+    """Models served at once: the router's own, and those that workers bring. Each takes the memory of its tokenizer."""
+    max_workers: int = 1024
+    """Workers of one model that may be registered at once."""
+    heartbeat_s: float = 0.5
+    """Interval of heartbeats to workers."""
+    register_s: float = 1.0
+    """Interval at which workers register again."""
 
     def demand_safe(self) -> None:
         """Raises ConfigError if the cluster token or clients' keys would cross a network in the clear, unasked."""

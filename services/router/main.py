@@ -46,7 +46,7 @@ from services.router.telemetry.metrics import RouterMetrics
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.slo import Objectives
 from services.router.telemetry.timelines import Timelines
-from services.router.telemetry.usage_log import UsageLog
+from services.router.telemetry.usage import UsageLog
 from services.router.tenants.gate import Gate
 from services.router.tenants.limit_store import LimitStore
 from services.router.text.model_facts import ModelFacts

@@ -1,20 +1,25 @@
 """Defines the flags that say how requests are placed. `baton up`, `simulate` and `plan` compose those that they have.
 
-Owns: what these flags mean to a coordinator. Never: what a policy does (`policy`).
+Owns: what these flags mean to a coordinator, and the form of the file of policies as TOML. Never: what that file may
+say (`policy/selection.py`), or what a policy does (`policy`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.core.config import option
+from services.core.errors import ConfigError
+from services.core.printable import printable
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.policy import DEFAULT_SPLIT, SHARING, PolicyConfig, Selection, Split, sharing
 from services.router.policy.filter import ISOLATIONS, LongPromptConfig
 from services.router.policy.outliers import OutlierConfig, is_slow_factor
 from services.router.policy.presets import DEFAULT, PRESETS
-from services.router.policy_file import read_selection
 
 
 @dataclass(frozen=True)
@@ -99,3 +104,28 @@ class RoutingConfig(PlacementConfig):
             super().applied_to(router, sharing(policy, self.share_prefixes)),
             replay_across_engines=self.replay_across_engines,
         )
+
+
+_MAX_BYTES = 1 << 20
+"""No policy file is larger; a mistaken path, such as a device's, may have no end."""
+
+
+def read_selection(policies: Sequence[str], weights: Sequence[str], file: str) -> Selection:
+    """Returns the policies by the values of --policy, --policy-weight and --policy-file. Raises ConfigError, which
+    names the flag, or the file and the field."""
+    return Selection(policies, weights, _content(file) if file else None, file)
+
+
+def _content(file: str) -> dict[str, object]:
+    origin = f"--policy-file: {printable(file)}"
+    try:
+        with open(Path(file), "rb") as opened:
+            data = opened.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{origin}: {error.strerror}") from error
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{origin}: it has more than {_MAX_BYTES} bytes")
+    try:
+        return tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # no TOML, or no UTF-8
+        raise ConfigError(f"{origin}: {printable(str(error))}") from error

@@ -1,27 +1,36 @@
 """Makes traces: spans with explicit times, whose context is passed on as W3C `traceparent` strings.
 
 Owns: the tracer of a process and where its spans go (OTLP by the standard OTEL_* variables, the trace file, both or
-nowhere). Never: ambient context, automatic instrumentation, or waiting for a collector; without one, spans are lost.
+nowhere), and the trace file: OTLP JSON lines, which Jaeger's UI opens unchanged. Each batch is one line, an
+ExportTraceServiceRequest, and one `write` with O_APPEND, so several processes may share the file. Never: ambient
+context, automatic instrumentation, waiting for a collector (without one, spans are lost), or reading the file (`baton
+trace` does).
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider, sampling
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider, sampling
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from services.core.clock import epoch_ns
-from services.core.errors import BatonError
+from services.core.errors import BatonError, ConfigError
 from services.rpc import names
 from services.rpc.trace_export import otlp_exporters
-from services.rpc.trace_file import TraceFileExporter
 
 Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, Value | None]
@@ -199,3 +208,54 @@ def _traceparent(context: trace.SpanContext) -> str:
 
 def _known(attributes: Attributes) -> dict[str, Value]:
     return {name: value for name, value in attributes.items() if value is not None}
+
+
+logger = logging.getLogger(__name__)
+
+_ID_FIELDS = ("traceId", "spanId", "parentSpanId")
+
+
+def otlp_json(request: Message) -> str:
+    """Returns an ExportTraceServiceRequest as one line of OTLP JSON.
+
+    https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding: proto3 JSON with lowerCamelCase keys and 64-bit
+    integers as strings, but ids in hex and enums as integers.
+    """
+    document: dict[str, Any] = MessageToDict(request, use_integers_for_enums=True)
+    for resource in document.get("resourceSpans", ()):
+        for scope in resource.get("scopeSpans", ()):
+            for span in scope.get("spans", ()):
+                for owner in (span, *span.get("links", ())):
+                    for field in _ID_FIELDS:
+                        if field in owner:
+                            owner[field] = base64.b64decode(owner[field]).hex()
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+class TraceFileExporter(SpanExporter):
+    def __init__(self, path: str) -> None:
+        """Opens or creates the file. Raises a ConfigError that names --trace-file if it cannot be written."""
+        try:
+            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"--trace-file: cannot write {path}: {error.strerror}") from error
+        self._path = path
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self._fd is None:
+            return SpanExportResult.FAILURE
+        line = otlp_json(encode_spans(spans)).encode() + b"\n"
+        try:
+            written = os.write(self._fd, line)
+        except OSError as error:
+            logger.error("trace file %s: %s; %d spans lost", self._path, error.strerror, len(spans))
+            return SpanExportResult.FAILURE
+        if written != len(line):  # the disk is full
+            logger.error("trace file %s: only part of a line was written; %d spans lost", self._path, len(spans))
+            return SpanExportResult.FAILURE
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

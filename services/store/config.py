@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.core.config import duration_option, option
+from services.core.config import option
 from services.core.sizes import A_SIZE, is_size
 from services.worker.config import PeerConfig
 from services.worker.tier_config import LowerTierConfig
@@ -28,11 +28,6 @@ class KeepConfig(StoreMemory):
 
     served_model_name: str = option(
         "", "served model whose KV is kept (default: that of the first worker its routers know)"
-    )
-    relearn_s: float = duration_option(
-        10.0,
-        "how long a store keeps what no worker left can use while there are others of the model; then it empties "
-        "itself for these, seconds",
     )
 
 

@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _FEWEST_BLOCKS = 16
 """Fewer are of no use, and show that the number of bytes is a mistake."""
+_RELEARN_S = 10.0
+"""Time for which a store keeps what no worker left can use while there are others of the model, for whose KV it then
+empties itself."""
 
 
 async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:
@@ -81,7 +84,7 @@ async def _serve_layout(
 
     async def leave_when_outlived() -> None:
         nonlocal is_outlived
-        await outlived(teachers, host.layout, worker.layout.model_id, after_s=config.relearn_s, clock=machine.awake)
+        await outlived(teachers, host.layout, worker.layout.model_id, after_s=_RELEARN_S, clock=machine.awake)
         is_outlived = True
         host.leave(0.0, "no worker is left that could use what it keeps")
 

@@ -16,7 +16,6 @@ from services.core.config import (
     duration_option,
     option,
     port_option,
-    positive,
     positive_option,
 )
 from services.core.config import device as is_device
@@ -153,16 +152,21 @@ class PeerConfig(LogConfig, DrainConfig, TransferConfig, MembershipConfig, Liste
         "would have to be copied from there for it",
         choices=("auto", "always", "never"),
     )
-    lease_ttl_s: float = duration_option(10.0, "life of a sealed lease that no one fetches or holds, seconds")
-    stall_s: float = duration_option(5.0, "longest wait for a destination to copy an announced block, seconds")
     # Sessions.
-    heartbeat_s: float = duration_option(0.5, "interval of heartbeats to routers, seconds")
     silence_s: float = duration_option(5.0, "a router silent this long has lost its session, seconds")
-    max_message_bytes: int = option(64 << 20, "largest gRPC message", check=positive)
     # Observability.
     cost_per_hour: float = option(
         0.0, "what an hour of this worker costs, in your currency, for baton_cost_total", check=lambda v: 0 <= v <= 1e9
     )
+    # What is no flag, since nobody would turn it but a test.
+    lease_ttl_s: float = 10.0
+    """Life of a sealed lease that no one fetches or holds."""
+    stall_s: float = 5.0
+    """Longest wait for a destination to copy an announced block."""
+    heartbeat_s: float = 0.5
+    """Interval of heartbeats to routers."""
+    max_message_bytes: int = 64 << 20
+    """Bytes of the largest gRPC message."""
 
     def demand_safe(self) -> None:
         """Raises ConfigError if the cluster token would cross a network in the clear, unasked."""

@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from services.core.errors import InvalidRequest, UnsupportedModel
 from services.core.model_files import TOKENIZER
 from services.core.printable import printable
-from services.engine.schedule.constraint import Bits, forbid, has, num_words
+from services.engine.schedule.constraint import Bits, forbid, num_words
 from services.rpc.json_schemas import JSON_OPTIONS, as_compiled
 
 FIELD = "constraint"
@@ -75,20 +75,12 @@ class Matcher:
         if token_ids and not self._matcher.consume_tokens(list(token_ids)):
             raise InvalidRequest(FIELD, f"does not take the output: {_words(self._matcher.get_error())}")
 
-    def fill(self, drafts: Sequence[int], bits: Bits) -> list[bool]:
-        may_end: list[bool] = []
-        row_bytes, address = bits.strides[0], bits.ctypes.data
-        for at in range(len(drafts) + 1):
-            self._matcher.unsafe_compute_mask_ptr(address + at * row_bytes, num_words(self._vocabulary.vocab_size) * 4)
-            if self._matcher.is_error():
-                raise InvalidRequest(FIELD, f"is too complex: {_words(self._matcher.get_error())}")
-            may_end.append(self._matcher.is_accepting())
-            forbid(bits[at], self._vocabulary.never)
-            if at == len(drafts) or not has(bits[at], drafts[at]) or not self._matcher.consume_token(drafts[at]):
-                break
-        if len(may_end) > 1:
-            self._matcher.rollback(len(may_end) - 1)
-        return may_end
+    def fill(self, bits: Bits) -> bool:
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, num_words(self._vocabulary.vocab_size) * 4)
+        if self._matcher.is_error():
+            raise InvalidRequest(FIELD, f"is too complex: {_words(self._matcher.get_error())}")
+        forbid(bits, self._vocabulary.never)
+        return bool(self._matcher.is_accepting())
 
 
 def grammar_of(kind: str, text: str) -> str:

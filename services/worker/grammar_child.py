@@ -59,10 +59,10 @@ class _Vetter:
         matcher = compile_grammar(vocabulary, grammar)
         compiled_s = time.thread_time()
         # The same walk each time: what is refused once is refused always.
-        choose, bits = random.Random(0), np.zeros((1, num_words(vocabulary.vocab_size)), np.int32)
+        choose, bits = random.Random(0), np.zeros(num_words(vocabulary.vocab_size), np.int32)
         for _ in range(_NUM_WALKED_TOKENS):
             bits[:] = 0
-            matcher.fill((), bits)
+            matcher.fill(bits)
             allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
             if not len(allowed):
                 break

@@ -15,8 +15,8 @@ import pytest
 
 from services.cli.main import COMMANDS
 from services.core.errors import ConfigError
+from services.router.placement_config import read_selection
 from services.router.policy import PRESETS
-from services.router.policy_file import read_selection
 from services.rpc import names
 from services.vllm.environment import VLLM_VERSION
 from tests.support import compose

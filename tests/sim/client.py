@@ -11,8 +11,7 @@ from typing import Any
 
 from baton.v1 import inference_pb2
 from services.core.errors import BatonError, ConstraintUnsatisfied
-from services.core.hashing import block_hashes, short_hashes
-from services.kv.verdicts import salt_in
+from services.core.hashing import block_hashes, salt_in, short_hashes
 from services.router.coordinator.events import EmitFinished, EmitPromptTokens, EmitStarted, FinishReason, RequestSpec
 from services.router.tenants.tenant import TokenUsage
 from services.router.text.streaming import TextStream

@@ -6,9 +6,7 @@ Owns: when steps begin and end. Never: scheduling, the pool, the reports; `servi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence as TokenLists
 from collections.abc import Set
-from itertools import islice
 from typing import Any
 
 from services.engine.config import EngineConfig, EngineInfo
@@ -35,7 +33,6 @@ from tests.sim.model import (
     History,
     Truth,
     choice_of,
-    digest_after,
     next_token,
     root_digest,
     score_after,
@@ -60,7 +57,6 @@ class SimEngine(Engine):
         weights: str,
         truth: Truth,
         *,
-        drafts: bool = False,
         says_token_ms: float = 0.0,
     ) -> None:
         """`step_s`: what a step takes, with a tenth of it for each token; give or take a half. `says_token_ms`: what
@@ -72,8 +68,7 @@ class SimEngine(Engine):
         self.is_wrong = False
         """It computes wrong: all it does, from now on."""
         runner = FakeRunner()  # only ever asked to warm up
-        drafter = SimDrafter(node, weights) if drafts else None
-        super().__init__(config, lambda _: Loaded(info_of(config, weights), _any(memory), runner, drafter), clock=node)
+        super().__init__(config, lambda _: Loaded(info_of(config, weights), _any(memory), runner), clock=node)
         self._costs = CostModel()  # warming up measured real time
         if says_token_ms:
             self._costs.calibrate(16, 0, 16 * says_token_ms)
@@ -141,7 +136,7 @@ class SimEngine(Engine):
         sampled: dict[int, tuple[SampledToken, ...]] = {}
         scored: dict[int, tuple[ScoredToken, ...]] = {}
         masks = masks_of(plan.sequences, VOCAB_SIZE)
-        forbidden = iter(_forbidden(masks, sum(part.num_sampled for part in plan.sequences)))
+        forbidden = iter(_forbidden(masks, sum(len(part.rows) for part in plan.sequences)))
         self._memory.duplicate(plan.copies)
         for part in plan.sequences:
             digest = self._read(part)
@@ -152,16 +147,14 @@ class SimEngine(Engine):
                 kv += slot(digest, position)
             self._memory.write_slots(part.block_ids, part.start, bytes(len(kv)) if fails else bytes(kv))
             if part.rows:
-                computed = digests[-len(part.rows) :] + digests[-1:] * len(part.further_rows)
-                rows = (*part.rows, *part.further_rows)
-                sampled[part.seq_id] = tuple(map(_sample, computed, rows, islice(forbidden, len(rows))))
+                sampled[part.seq_id] = tuple(_sample(digest, row, next(forbidden)) for row in part.rows)
             if (scoring := part.scoring) is not None:
                 before = zip(digests[scoring.position - 1 - part.start :], scoring.token_ids, strict=False)
                 scored[part.seq_id] = tuple(ScoredToken(score_after(*each), rank=1) for each in before)
         if fails:
             self.num_steps_to_fail -= 1
             raise StepFault("injected")
-        return StepResult(masks.keep(sampled), scored, masks.failed)
+        return StepResult(sampled, scored, masks.failed)
 
     def _read(self, part: ScheduledSequence) -> int:
         """Returns the digest before the part, from memory; all KV before it must be that of the sequence's tokens."""
@@ -171,7 +164,7 @@ class SimEngine(Engine):
         history = self._histories.get(part.seq_id)
         if history is None:
             history = self._histories[part.seq_id] = History(sequence.cache_salt, self._weights)
-        end = part.start + part.num_tokens - part.num_drafts
+        end = part.start + part.num_tokens
         history.extend(sequence.token_ids[history.num_tokens : end])
         if not part.start:
             return root_digest(sequence.cache_salt, self._weights)
@@ -194,27 +187,6 @@ def _forbidden(masks: Masks, num_rows: int) -> list[Set[int]]:
     for row, bits in zip(masks.rows, () if masks.bits is None else masks.bits, strict=True):
         forbidden[row] = {token_id for token_id in range(VOCAB_SIZE) if not has(bits, token_id)}
     return forbidden
-
-
-class SimDrafter:
-    """Knows the model, but not how tokens are chosen: it is right about greedy tokens, and wrong about most others."""
-
-    def __init__(self, node: Node, weights: str) -> None:
-        self._node = node
-        self._weights = weights
-
-    def propose(self, sequences: TokenLists[TokenLists[int]]) -> list[list[int]]:
-        return [self._after(token_ids) for token_ids in sequences]
-
-    def _after(self, token_ids: TokenLists[int]) -> list[int]:
-        digest = root_digest("", self._weights)
-        for token_id in token_ids:
-            digest = digest_after(digest, token_id)
-        drafts: list[int] = []
-        for _ in range(self._node.world.random.randrange(4)):
-            drafts.append(next_token(digest))
-            digest = digest_after(digest, drafts[-1])
-        return drafts
 
 
 class _Wake:

@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.core.hashing import BlockHash, block_hashes
-from services.kv.verdicts import salt_in
+from services.core.hashing import BlockHash, block_hashes, salt_in
 
 VOCAB_SIZE = 53
 OTHER_ENGINE = "vllm"

@@ -172,7 +172,6 @@ def build(world: World, load: Load) -> Cluster:
             "num_disk_slots": num_disk_slots,
             "num_slots": num_slots,
             "weights": weights[at % len(weights)],
-            "drafts": world.seed % 3 == 1,
             "says_token_ms": _says_token_ms(world.seed, plan),
             # Streams still run when a worker is found that computes wrong.
             "step_s": max(plan.step_s, 0.02) if computes_wrong(world.seed) else plan.step_s,

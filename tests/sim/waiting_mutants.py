@@ -113,12 +113,6 @@ def draws_every_token_with_the_same_noise() -> Bug:
     return replaced(scheduler, "next_part", at_zero)
 
 
-def takes_what_was_sampled_after_a_wrong_draft() -> Bug:
-    from services.engine.schedule import scheduler
-
-    return replaced(scheduler, "accepted", lambda part, sampled: sampled)
-
-
 def crowds_out_what_has_begun() -> Bug:
     def lower(book: Book, arrival: RequestSpec, *_: object) -> list[Request]:
         return [request for request in book.queue if request.spec.priority < arrival.priority]
@@ -138,6 +132,5 @@ MUTANTS: tuple[Mutant, ...] = (
     imports_before_preempted_sequences,
     keeps_orphaned_legs,
     draws_every_token_with_the_same_noise,
-    takes_what_was_sampled_after_a_wrong_draft,
     crowds_out_what_has_begun,
 )

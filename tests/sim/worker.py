@@ -76,8 +76,6 @@ class WorkerPlan:
     """Its pool cannot be mapped, as on a GPU, and hands over through so many staging slots. 0: it can."""
     weights: str = "sim"
     """Workers with different ones never pair."""
-    drafts: bool = False
-    """Its engine guesses tokens ahead, and so its steps say several."""
     num_host_slots: int = 0
     num_disk_slots: int = 0
     """Blocks that its tiers can hold. 0: it has no such tier."""
@@ -269,7 +267,6 @@ class SimWorker:
                 plan.step_s,
                 plan.weights,
                 self._cluster.truth,
-                drafts=plan.drafts,
                 says_token_ms=plan.says_token_ms,
             )
         # It says the same of itself as those that compute, but for its length: nothing is computed there.

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from services.router.coordinator import wrong_workers
 from services.router.coordinator.book import Book
+from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.request import Origin, PlacedDecode, PlacedPrefill, Request
 from services.router.policy import Role
 from services.router.workers import wire
@@ -121,11 +121,10 @@ def workers_pass_no_verdict_on() -> Bug:
 
 
 def goes_on_using_what_another_router_has_found_wrong() -> Bug:
-    def heard(book: Book, num_of: Mapping[int, int], now: float) -> list[str]:
-        book.verdicts.merge(num_of)
-        return []
+    def heard(canaries: Canaries, num_of: Mapping[int, int], now: float) -> None:
+        canaries._book.verdicts.merge(num_of)
 
-    return replaced(wrong_workers, "heard", heard)
+    return replaced(Canaries, "heard", heard)
 
 
 MUTANTS: list[Mutant] = [

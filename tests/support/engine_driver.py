@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 from collections.abc import Sequence as Tokens
@@ -26,7 +25,6 @@ from services.engine.schedule.sequence import (
     StoppingParams,
     Token,
 )
-from services.engine.warm_up import Drafter
 from services.kv.pool import Holder
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -148,8 +146,8 @@ class EngineDriver:
             output.over.set()
 
 
-def drive(directory: Path, *, drafter: Drafter | None = None, **config: Any) -> EngineDriver:
+def drive(directory: Path, **config: Any) -> EngineDriver:
     """Returns a driver of an engine over a model directory: float32 and a pool of 256 blocks unless told otherwise."""
     fields = {"dtype": "float32", "num_blocks": 256, "max_num_batched_tokens": 64, "threads": 1, **config}
     engine_config = EngineConfig(model_path=str(directory), model_id="tiny", **fields)
-    return EngineDriver(Engine(engine_config, lambda config: dataclasses.replace(load(config), drafter=drafter)))
+    return EngineDriver(Engine(engine_config, load))

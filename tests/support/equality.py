@@ -99,7 +99,7 @@ class GreedyReference:
         matcher = self._compiled[pattern].copy()
         bits = np.zeros((len(found), num_words(vocab_size)), np.int32)
         for row, token_id in zip(bits, found, strict=True):
-            matcher.fill((), row[None])
+            matcher.fill(row)
             matcher.take([token_id])
         allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
         return torch.from_numpy(allowed) == 0

@@ -85,7 +85,7 @@ class FakeDevice:
         end = part.start + part.num_tokens
         size = self._pool.block_size
         assert part.num_tokens > 0
-        assert list(part.token_ids) == token_ids[part.start : end - part.num_drafts] + list(part.draft_token_ids)
+        assert list(part.token_ids) == token_ids[part.start : end]
         assert len(part.block_ids) == len(set(part.block_ids)) == num_blocks_for(end, size)
         assert self.read(part.block_ids, part.start) == digests(token_ids[: part.start], cache_salt)
         for block_id in part.block_ids[part.start // size :]:
@@ -103,12 +103,7 @@ class FakeDevice:
             digest = zlib.crc32(token_id.to_bytes(4, "little"), digest & 0xFFFFFFFF)
             values.append(digest)
         self.write(part.block_ids, part.start, values)
-        sampled = values[len(values) - len(part.rows) :] + values[-1:] * len(part.further_rows)
-        rows = (*part.rows, *part.further_rows)
-        return tuple(
-            SampledToken(next_token(value, row.masked_token_ids, row.sampling.seed))
-            for value, row in zip(sampled, rows, strict=True)
-        )
+        return tuple(SampledToken(next_token(values[-1], row.masked_token_ids, row.sampling.seed)) for row in part.rows)
 
     def spoil(self, part: ScheduledSequence) -> None:
         """Overwrites what a step that raised may have written."""

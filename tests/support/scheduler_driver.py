@@ -199,18 +199,6 @@ class SchedulerDriver:
         is_there = record.sequence.state is not State.PREEMPTED
         record.num_written, record.decodes = len(record.given) if is_there else None, is_there
 
-    def draft(self, seq_id: int, num_right: int, wrong: list[int]) -> None:
-        """Proposes what will follow, `num_right` tokens of it, and then others."""
-        record = self.records[seq_id]
-        tokens = record.given + record.output
-        for _ in range(num_right):
-            position = record.sequence.output_base + len(tokens) - len(record.given)
-            stopping = record.sequence.stopping
-            masked = tuple(sorted(stopping.stop_token_ids)) if position < stopping.min_tokens else ()
-            seed = record.sequence.sampling.seed
-            tokens.append(next_token(digests(tokens, record.sequence.cache_salt)[-1], masked, seed))
-        self.scheduler.draft(seq_id, tokens[len(record.given) + len(record.output) :] + wrong)
-
     def abort(self, seq_id: int) -> None:
         live = seq_id in self.scheduler.sequences
         assert self.scheduler.abort(seq_id) is live
@@ -271,15 +259,11 @@ class SchedulerDriver:
         for part in plan.sequences:
             record = self.records[part.seq_id]
             tokens = self.device.run(part, record.sequence.cache_salt)
-            record.num_written = part.start + part.num_tokens - part.num_drafts
+            record.num_written = part.start + part.num_tokens
             if tokens:
                 sampled[part.seq_id] = tokens
-        num_before = {seq_id: len(self.records[seq_id].output) for seq_id in sampled}
         events = self.scheduler.update(plan, StepResult(sampled), self.now)
         self._hear(events)
-        for seq_id, num_output in num_before.items():
-            record = self.records[seq_id]
-            record.num_written += max(0, len(record.output) - num_output - 1)  # drafts that were right
         return events
 
     def crash(self) -> list[SequenceEvent]:

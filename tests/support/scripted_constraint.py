@@ -23,16 +23,10 @@ class OneOf:
         if not self._leading_on(self.taken):
             raise InvalidRequest("constraint", f"does not take {self.taken}")
 
-    def fill(self, drafts: Sequence[int], bits: Bits) -> list[bool]:
-        may_end = []
-        for at in range(len(drafts) + 1):
-            output = self.taken + list(drafts[:at])
-            leading_on = self._leading_on(output)
-            if not leading_on:
-                break
-            allow(bits[at], next_of(leading_on, len(output)))
-            may_end.append(output in leading_on)
-        return may_end
+    def fill(self, bits: Bits) -> bool:
+        leading_on = self._leading_on(self.taken)
+        allow(bits, next_of(leading_on, len(self.taken)))
+        return self.taken in leading_on
 
     def _leading_on(self, output: list[int]) -> list[list[int]]:
         return [each for each in self._lists if each[: len(output)] == output]

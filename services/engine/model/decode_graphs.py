@@ -86,7 +86,7 @@ def _powers(first: int, factor: int, last: int) -> Iterator[int]:
 
 def is_decode_step(parts: Sequence[ScheduledSequence]) -> bool:
     """Returns whether every sequence of a step computes one token and samples the next."""
-    return all(part.num_tokens == len(part.rows) == 1 and part.scoring is None for part in parts)
+    return all(part.num_tokens == 1 and part.rows and part.scoring is None for part in parts)
 
 
 def fill(inputs: np.ndarray, parts: Sequence[ScheduledSequence], unread_block: int) -> None:

@@ -29,8 +29,8 @@ class StepTokens:
     slot_offsets: Tensor
     """Each token's place in that block: [num_tokens]."""
     logit_rows: Tensor
-    """Rows whose logits are wanted: [num_rows]. First those that are sampled, in the order of the plan's
-    `ScheduledSequence.rows`, then those that score prompts, in the order of its `ScheduledSequence.scoring`."""
+    """Rows whose logits are wanted: [num_rows]. First the last token of each sequence that samples, in the plan's
+    order, then those that score prompts, in the order of its `ScheduledSequence.scoring`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ def flatten(sequences: tuple[ScheduledSequence, ...], block_size: int, device: t
             scoring_rows += range(first, first + len(sequence.scoring.token_ids))
         positions += span
         slots += [sequence.block_ids[position // block_size] for position in span]
-        sampled_rows += range(len(positions) - len(sequence.rows), len(positions))
+        if sequence.rows:
+            sampled_rows.append(len(positions) - 1)
     table = torch.tensor([tokens, positions, slots], device=device)
     return StepInputs(
         token_ids=table[0],

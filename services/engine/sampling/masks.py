@@ -14,7 +14,7 @@ import numpy as np
 
 from services.core.errors import BatonError, ConstraintUnsatisfied, unforeseen
 from services.engine.schedule.constraint import Bits, allow, forbid, keep_only, num_words
-from services.engine.schedule.sequence import SampledToken, ScheduledSequence
+from services.engine.schedule.sequence import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +22,11 @@ class Masks:
     """Keeps which tokens the rows of a step may have."""
 
     rows: tuple[int, ...] = ()
-    """The rows that are masked, of all the rows of the step."""
+    """Places of the rows that are masked, among all the rows of the step."""
     bits: Bits | None = None
     """The tokens that each of these rows may have, none of them empty; None if no row is masked."""
-    num_rows: Mapping[int, int] = field(default_factory=dict)
-    """How many rows of a constrained part have a token, by seq_id, where nothing is left after one of its drafts; those
-    of other parts all have."""
     failed: Mapping[int, BatonError] = field(default_factory=dict)
-    """Why nothing can be sampled for the others, by seq_id."""
-
-    def keep(self, sampled: Mapping[int, tuple[SampledToken, ...]]) -> Mapping[int, tuple[SampledToken, ...]]:
-        """Returns the tokens without those of rows that have none. `sampled` has one for each row of each part."""
-        if not self.num_rows and not self.failed:
-            return sampled
-        kept = ((seq_id, tokens) for seq_id, tokens in sampled.items() if seq_id not in self.failed)
-        return {seq_id: tokens[: self.num_rows.get(seq_id)] for seq_id, tokens in kept}
+    """Why nothing can be sampled for other constrained parts, by seq_id."""
 
 
 NO_MASKS = Masks()
@@ -58,49 +48,41 @@ class MaskMaker:
 
 def masks_of(parts: Sequence[ScheduledSequence], vocab_size: int) -> Masks:
     """Returns the masks of a step's parts, whose rows follow each other."""
-    num_masked = sum(part.num_sampled for part in parts if part.constraint is not None)
+    num_masked = sum(len(part.rows) for part in parts if part.constraint is not None)
     bits = np.zeros((num_masked, num_words(vocab_size)), np.int32)
     rows: list[int] = []
-    counts: dict[int, int] = {}
     failed: dict[int, BatonError] = {}
     first = 0
     for part in parts:
         if part.constraint is not None:
             at = len(rows)
             try:
-                num_allowed = _fill(part, bits[at : at + len(part.rows)])
-                rows += range(first, first + num_allowed)
-                if num_allowed < len(part.rows):
-                    counts[part.seq_id] = num_allowed
-                else:  # the other answers begin where the first does
-                    rows += range(first + num_allowed, first + part.num_sampled)
-                    bits[at + num_allowed : len(rows)] = bits[at + num_allowed - 1]
+                _fill(part, bits[at])
             except Exception as error:  # whatever went wrong, no other sequence of the step is affected
                 failed[part.seq_id] = error if isinstance(error, BatonError) else unforeseen(error)
-            bits[len(rows) : at + len(part.rows)] = 0  # the next part's
-        first += part.num_sampled
-    return Masks(tuple(rows), bits[: len(rows)], counts, failed)
+                bits[at] = 0  # the next part's
+            else:
+                rows += range(first, first + len(part.rows))
+                bits[at + 1 : len(rows)] = bits[at]  # the other answers begin where the first does
+        first += len(part.rows)
+    return Masks(tuple(rows), bits[: len(rows)], failed)
 
 
-def _fill(part: ScheduledSequence, bits: Bits) -> int:
-    """Writes the tokens that the part's rows may have; returns the number of rows before the first that has none, or
-    that is of no interest since the draft before it is wrong. Raises ConstraintUnsatisfied if the first has none."""
+def _fill(part: ScheduledSequence, bits: Bits) -> None:
+    """Writes the tokens that the part's rows may have, one row. Raises ConstraintUnsatisfied if there are none."""
     assert part.constraint is not None
+    row = part.rows[0]
     part.constraint.take(part.untold_token_ids)
-    may_end = part.constraint.fill(part.draft_token_ids, bits)
-    for at, ends_here in enumerate(may_end):
-        # A stop token is no part of the output, also where it looks like one that could follow.
-        forbid(bits[at], part.stop_token_ids)
-        if ends_here and not part.rows[at].masked_token_ids:
-            allow(bits[at], part.stop_token_ids)
-        forbid(bits[at], part.rows[at].barred_token_ids)
-        if allowed := part.rows[at].sampling.allowed_token_ids:
-            keep_only(bits[at], allowed)
-        if not bits[at].any():
-            if at:
-                return at
-            raise ConstraintUnsatisfied(_why(part, ends_here))
-    return len(may_end)
+    may_end = part.constraint.fill(bits)
+    # A stop token is no part of the output, also where it looks like one that could follow.
+    forbid(bits, part.stop_token_ids)
+    if may_end and not row.masked_token_ids:
+        allow(bits, part.stop_token_ids)
+    forbid(bits, row.barred_token_ids)
+    if row.sampling.allowed_token_ids:
+        keep_only(bits, row.sampling.allowed_token_ids)
+    if not bits.any():
+        raise ConstraintUnsatisfied(_why(part, may_end))
 
 
 def _why(part: ScheduledSequence, may_end: bool) -> str:

@@ -79,7 +79,6 @@ class Batch:
             self.leave(victim)
             victim.num_computed = 0
             victim.decoding = False
-            victim.draft_token_ids = ()
             victim.state = State.PREEMPTED
             victims.append(victim)
             if victim is sequence:

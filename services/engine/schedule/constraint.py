@@ -28,14 +28,10 @@ class TokenConstraint(Protocol):
         """Takes output tokens that follow all that it has taken. Raises InvalidRequest if they may not."""
         ...
 
-    def fill(self, drafts: Sequence[int], bits: Bits) -> list[bool]:
-        """Writes into row `i` of `bits` the tokens that may follow the output and the first `i` drafts; what is taken
-        stays the same.
-
-        `bits` has one row more than there are drafts, and is all zero before. Returns whether the output may end, for
-        each row up to the one whose draft is not allowed, after which no row is written. The tokens that end an output
-        are not the constraint's to allow. Raises InvalidRequest if the tokens cannot be told within its limits.
-        """
+    def fill(self, bits: Bits) -> bool:
+        """Writes into `bits`, one row which is all zero before, the tokens that may follow the output; returns whether
+        the output may end. The tokens that end an output are not the constraint's to allow. Raises InvalidRequest if
+        the tokens cannot be told within its limits."""
         ...
 
 

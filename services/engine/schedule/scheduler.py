@@ -34,7 +34,7 @@ from services.engine.schedule.sequence import (
     StepResult,
     Token,
 )
-from services.engine.schedule.step import accepted, ending, next_part, num_checkable_drafts
+from services.engine.schedule.step import ending, next_part
 from services.kv.pool import BlockPool, Holder
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -131,17 +131,6 @@ class Scheduler:
             self._leave(sequence)
         return True
 
-    def draft(self, seq_id: int, token_ids: Iterable[int]) -> None:
-        """Proposes tokens to follow those that the sequence has, for its next step to check, in place of earlier
-        proposals.
-
-        Right ones save steps, wrong ones cost a little computing, and the output is the same. They have no effect on a
-        sequence that is unknown or does not decode.
-        """
-        sequence = self.sequences.get(seq_id)
-        if sequence is not None and sequence.decoding:
-            sequence.draft_token_ids = tuple(token_ids)
-
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float, most_prompt_tokens: int | None = None) -> StepPlan:
@@ -168,19 +157,14 @@ class Scheduler:
             to_prefill -= 0 if sequence.decoding else num_tokens
             if not budget or not to_prefill:
                 break  # before the next sequence is admitted: it would hold blocks without running
-        parts: list[ScheduledSequence] = []
-        for sequence, num_tokens in chosen:  # drafts only get what no sequence needs
-            num_drafts = min(budget, num_checkable_drafts(sequence, self.pool.block_size, self.config.max_model_len))
-            parts.append(next_part(sequence, num_tokens, self.pool.block_size, num_drafts))
-            sequence.draft_token_ids = ()
-            budget -= num_drafts
+        parts = tuple(next_part(sequence, num_tokens, self.pool.block_size) for sequence, num_tokens in chosen)
         # Whoever has a copy to come has a place in the batch, or others fill it: so there is a step to make it.
         assert parts or not self._copies, "copies without a step"
         self._copying, self._copies = self._copies, {}
         self._in_flight = frozenset(part.seq_id for part in parts) | self._copying.keys()
         if parts:
             self._step_number += 1
-        return StepPlan(self._step_number, tuple(parts), preempted, tuple(self._copying.values()))
+        return StepPlan(self._step_number, parts, preempted, tuple(self._copying.values()))
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceEvent]:
         """Absorbs a step that completed, so that its KV is final: appends tokens, indexes blocks, ends sequences and
@@ -190,10 +174,9 @@ class Scheduler:
             if (error := result.failed.get(part.seq_id)) is not None and not aborted:
                 self._fail(sequence, error)
                 continue
-            spoken = () if aborted or not part.rows else self._append(sequence, part, result, now)
+            sampled = () if aborted or not part.rows else result.sampled[part.seq_id]
             num_indexed_tokens = sequence.num_computed
-            # The KV of drafts counts only where tokens were accepted after them.
-            sequence.num_computed += part.num_tokens - part.num_drafts + max(0, len(spoken) - 1)
+            sequence.num_computed += part.num_tokens
             index_computed(self.pool, sequence, num_indexed_tokens)
             if part.scoring is not None and not aborted:
                 sequence.num_scored += len(part.scoring.token_ids)
@@ -201,10 +184,10 @@ class Scheduler:
                 self._events.append(PromptScored(part.seq_id, part.scoring.position, scored))
             if sequence.mode is Mode.PREFILL_ONLY and not aborted:
                 self._events.append(Progress(sequence.seq_id, sequence.num_computed, now))
-            self._events += spoken
-            if spoken and sequence.further:
-                self._begin_further(sequence, result.sampled[part.seq_id][len(part.rows) :], now)
-            if aborted or (spoken and (spoken[-1].finish or sequence.mode is Mode.PREFILL_ONLY)):
+            token = self._append(sequence, sampled[0], now) if sampled else None
+            if sequence.further and token:
+                self._begin_further(sequence, sampled[1:], now)
+            if aborted or (token and (token.finish or sequence.mode is Mode.PREFILL_ONLY)):
                 self._leave(sequence)
         for sequence, aborted in copied:
             if aborted:
@@ -289,7 +272,6 @@ class Scheduler:
             covered = len(sequence.block_ids) * self.pool.block_size
             assert sequence.num_computed <= min(covered, len(sequence.token_ids)), f"blocks of {sequence.seq_id}"
             assert not sequence.decoding or sequence.num_uncomputed == 1, f"{sequence.seq_id} decodes"
-            assert sequence.decoding or not sequence.draft_token_ids, f"drafts of {sequence.seq_id}"
         copies = {**self._copies, **self._copying}
         assert copies.keys() <= self.sequences.keys(), "a copy is for a sequence"
         assert all(copy.target in self.sequences[seq_id].block_ids for seq_id, copy in copies.items()), "and its own"
@@ -430,17 +412,14 @@ class Scheduler:
         self._aborted.clear()
         return ended, copied
 
-    def _append(self, sequence: Sequence, part: ScheduledSequence, result: StepResult, now: float) -> tuple[Token, ...]:
-        """Appends the accepted tokens to the sequence, up to one that ends it. Returns their events."""
-        spoken = []
-        for token in accepted(part, result.sampled[part.seq_id]):
-            finish, stop_token_id = ending(sequence, token.token_id, self.config.max_model_len)
-            spoken.append(Token(sequence.seq_id, sequence.next_position, token, finish, stop_token_id, now))
-            sequence.token_ids.append(token.token_id)
-            if finish:
-                break
+    def _append(self, sequence: Sequence, sampled: SampledToken, now: float) -> Token:
+        """Appends a token to the sequence, and adds its event, which is returned."""
+        finish, stop_token_id = ending(sequence, sampled.token_id, self.config.max_model_len)
+        token = Token(sequence.seq_id, sequence.next_position, sampled, finish, stop_token_id, now)
+        sequence.token_ids.append(sampled.token_id)
         sequence.decoding = True
-        return tuple(spoken)
+        self._events.append(token)
+        return token
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         self._leave(sequence)

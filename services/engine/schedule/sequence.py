@@ -137,9 +137,6 @@ class Sequence:
     """When it got its blocks; None before."""
     decoding: bool = False
     """Whether the newest token was sampled by the last step, or handed over with the KV of all others."""
-    draft_token_ids: tuple[int, ...] = ()
-    """Tokens proposed to follow `token_ids`. The next step of the sequence checks as many as have room, and then none
-    are left."""
     num_told: int = 0
     """How many of the output tokens produced here the constraint was told of."""
     num_scored: int = 1
@@ -176,7 +173,7 @@ class SampleRow:
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt, for the repetition penalty; empty unless `sampling` has penalties."""
     output_token_ids: tuple[int, ...] = ()
-    """All output before the token: replayed output and drafts included; empty unless `sampling` has penalties."""
+    """All output before the token, replayed output included; empty unless `sampling` has penalties."""
     masked_token_ids: tuple[int, ...] = ()
     """Stop ids that may not be sampled yet because of min_tokens."""
     barred_token_ids: tuple[int, ...] = ()
@@ -201,14 +198,12 @@ class ScheduledSequence:
     seq_id: int
     start: int
     token_ids: tuple[int, ...]
-    """The tokens to compute, at positions start, start + 1, …, of which the last `num_drafts` are drafts."""
+    """The tokens to compute, at positions start, start + 1, …"""
     block_ids: tuple[int, ...]
     """Blocks that hold positions 0 … start + num_tokens - 1."""
     rows: tuple[SampleRow, ...] = ()
-    """One for each of the last tokens of the part, whose logits are sampled: the sequence's newest token and its
-    drafts. Empty if the step does not reach the sequence's newest token."""
-    further_rows: tuple[SampleRow, ...] = ()
-    """One for each further answer: they are sampled from the same logits as the only one of `rows`."""
+    """What is sampled from the logits of the part's last token: the sequence's next token, then one for each further
+    answer. Empty if the step does not reach the sequence's newest token."""
     is_decode: bool = False
     """Whether the sequence was decoding (see `Sequence.decoding`) when the step was scheduled."""
     scoring: PromptScoring | None = None
@@ -223,19 +218,6 @@ class ScheduledSequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def num_drafts(self) -> int:
-        return max(0, len(self.rows) - 1)
-
-    @property
-    def num_sampled(self) -> int:
-        """Returns how many tokens are sampled."""
-        return len(self.rows) + len(self.further_rows)
-
-    @property
-    def draft_token_ids(self) -> tuple[int, ...]:
-        return self.token_ids[self.num_tokens - self.num_drafts :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,18 +245,13 @@ class StepPlan:
 
     @property
     def num_decodes(self) -> int:
-        """Returns how many sequences decode."""
+        """Returns how many sequences decode. Each of them computes one token."""
         return sum(sequence.is_decode for sequence in self.sequences)
 
     @property
     def num_prefill_tokens(self) -> int:
         """Returns how many tokens the other sequences compute: of prompts, or again."""
-        return self.num_tokens - self.num_decode_tokens
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Returns how many tokens the decoding sequences compute: one each, and their drafts."""
-        return sum(sequence.num_tokens for sequence in self.sequences if sequence.is_decode)
+        return self.num_tokens - self.num_decodes
 
     @property
     def attended_tokens(self) -> int:
@@ -312,9 +289,7 @@ class StepResult:
     """Keeps the result of one step."""
 
     sampled: Mapping[int, tuple[SampledToken, ...]]
-    """The tokens sampled from the rows of each part that has rows, and then from its further rows, by seq_id.
-    `step.accepted` returns those of the rows that are output: tokens after a wrong draft are not. Those of the last
-    rows after drafts may be missing, but the first never."""
+    """The tokens sampled from the rows of each part that has rows, by seq_id."""
     scored: Mapping[int, tuple[ScoredToken, ...]] = field(default_factory=dict)
     """What was computed for the `scoring` of each part that has one, by seq_id."""
     failed: Mapping[int, BatonError] = field(default_factory=dict)

@@ -12,13 +12,15 @@ the parked iff PARKED, and each current leg is listed with its worker.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, defaultdict
+from collections.abc import Container
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from services.core.errors import BatonError, WorkerFailed, unforeseen
 from services.core.hashing import num_blocks_for
 from services.kv.verdicts import Verdicts
-from services.router.coordinator.alarms import Alarms
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import (
     Action,
@@ -61,6 +63,35 @@ from services.router.coordinator.workers import Prediction, Worker, WorkerTable
 from services.router.policy import HandoffsInFlight, PlacementChoice, Role, Share, Shares, uncached_tokens
 from services.router.policy.filter import LongPrompts
 from services.router.policy.health import HealthRecord
+
+Key = TypeVar("Key", int, str)
+
+
+class Alarms(Generic[Key]):
+    """Keeps the times at which keys are due; a key may have several alarms."""
+
+    def __init__(self, live: Container[Key]) -> None:
+        """`live` holds the keys that still exist. Alarms of other keys are dropped before they outnumber the rest."""
+        self._live: Container[Key] = live
+        self._heap: list[tuple[float, Key]] = []
+        self._most = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def set(self, at_s: float, key: Key) -> None:
+        heapq.heappush(self._heap, (at_s, key))
+        if len(self._heap) > self._most:
+            self._heap = [alarm for alarm in self._heap if alarm[1] in self._live]
+            heapq.heapify(self._heap)
+            self._most = 2 * len(self._heap) + 64
+
+    def due(self, now: float) -> list[Key]:
+        """Returns the keys whose alarms have rung, in order of time. Each alarm is returned once."""
+        keys: dict[Key, None] = {}
+        while self._heap and self._heap[0][0] <= now:
+            keys[heapq.heappop(self._heap)[1]] = None
+        return [key for key in keys if key in self._live]
 
 
 @dataclass(frozen=True, slots=True)

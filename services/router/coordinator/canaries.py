@@ -6,18 +6,19 @@ bound to a pair: the source computes a prompt of one block and one token, and th
 decodes a token. Each canary has its own cache salt, so that nothing of it is cached and all its blocks are copied. The
 prompt is always the same, so that answers can be compared.
 
-Owns: which canaries are under way, and what the end of each means for whose health. Never: requests, queues, metrics,
-or which answer is right (`known_answers.py`). A canary is never retried or moved and is given up after
-`canary_timeout_s`. A worker has at most one at a time, and may refuse it without harm when it is full. Workers that are
-up are checked again from time to time.
+Owns: which canaries are under way, what the end of each means for whose health, and what a verdict on a worker that
+computes wrong means for requests. Never: queues, metrics, or which answer is right (`known_answers.py`). A canary is
+never retried or moved and is given up after `canary_timeout_s`. A worker has at most one at a time, and may refuse it
+without harm when it is full. Workers that are up are checked again from time to time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from services.core.errors import BatonError, DeadlineExceeded, Draining, ProtocolViolation
+from services.core.errors import BatonError, DeadlineExceeded, Draining, ProtocolViolation, WrongOutput
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -35,8 +36,8 @@ from services.router.coordinator.events import (
 )
 from services.router.coordinator.handoff import FATAL, is_leaving, is_the_pairs, leaves, takes_no_more
 from services.router.coordinator.known_answers import KnownAnswers, Said, said
+from services.router.coordinator.request import Origin
 from services.router.coordinator.workers import Worker, WorkerState
-from services.router.coordinator.wrong_workers import found_wrong
 from services.router.policy import Role
 from services.router.policy.health import Health, HealthRecord
 
@@ -305,8 +306,49 @@ class Canaries:
         self.run(now)
 
     def _wrong(self, info: WorkerInfo, reason: str, now: float) -> None:
-        """Takes a worker whose answer is wrong out of use: its weights or its computation cannot be trusted."""
-        found_wrong(self._book, self._book.workers.get(info.worker_id), reason, now)
+        """Takes a worker whose answer is wrong out of use: its weights or its computation cannot be trusted. For one
+        that was not used since the last time, it is no new verdict."""
+        worker = self._book.workers.get(info.worker_id)
+        if worker.was_usable:
+            self._book.verdicts.add(worker.info.incarnation)
+            self._carry_out(worker.info.incarnation, worker, reason, now)
+        else:
+            self._book.workers.failed(worker.info.worker_id, reason, now, at_once=True)
+
+    def heard(self, num_of: Mapping[int, int], now: float) -> None:
+        """Takes over the verdicts of other routers, of which workers tell."""
+        for incarnation in self._book.verdicts.merge(num_of):
+            worker = next((each for each in self._book.workers.all() if each.info.incarnation == incarnation), None)
+            self._carry_out(incarnation, worker, "wrong answer: another router has found it", now)
+            if worker is not None:
+                self.worker_gone(worker.info.worker_id)  # what it was to answer must not be the first answer
+
+    def _carry_out(self, incarnation: int, worker: Worker | None, reason: str, now: float) -> None:
+        """Lets what a worker that computes wrong has computed go with it.
+
+        From a verdict on, blocks have other names (`services.kv.verdicts`). A request under way ends with `WrongOutput`
+        if its client may have something from the worker, and is begun again if only its KV may be from there. Any block
+        that was found in a cache may be: nobody keeps who has computed which. `worker` is the one of that incarnation;
+        None if this router does not know it, nor what it computes.
+        """
+        book = self._book
+        affected = book.workers.all() if worker is None else [worker]
+        origins: set[Origin] = {incarnation, *(each.info.fingerprint.kv for each in affected)}
+        if worker is not None:
+            book.workers.failed(worker.info.worker_id, reason, now, at_once=True)
+            worker.was_usable = False
+        for request in book.queue:
+            request.name_blocks(book.verdicts.epoch)
+        for request in list(book.requests.values()):
+            with book.isolated("event", request, now):
+                if book.requests.get(request.key) is not request:
+                    continue  # it has ended with another part of the same request
+                if not request.output_from.isdisjoint(origins):
+                    error = WrongOutput("a worker that has computed some of it was found to compute wrong")
+                    book.fail(request, error, now)
+                # What a store has, or is given, was sealed: whoever computed it has sent output too.
+                elif any(not leg.origins.isdisjoint(origins) for leg in (request.prefill, request.decode) if leg):
+                    book.begin_again(request, now)
 
     def _recheck_outvoted(self, heard: WorkerInfo, now: float) -> None:
         """Has those workers checked again at once whose answers are wrong by the votes as they now are."""

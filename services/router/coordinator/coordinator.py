@@ -19,7 +19,7 @@ from services.core.errors import (
 )
 from services.core.hashing import ShortHash
 from services.router import policy
-from services.router.coordinator import admission, handoff, invariants, parking, silent_legs, wrong_workers
+from services.router.coordinator import admission, handoff, invariants, parking, silent_legs
 from services.router.coordinator.book import Book
 from services.router.coordinator.canaries import Canaries
 from services.router.coordinator.config import CoordinatorConfig
@@ -262,8 +262,7 @@ class Coordinator:
     def verdicts_heard(self, num_of: Mapping[int, int], now: float) -> None:
         """Takes over what others have found of workers: what one router finds wrong is wrong for all."""
         with self._book.isolated("event", None, now):
-            for worker_id in wrong_workers.heard(self._book, num_of, now):
-                self._canaries.worker_gone(worker_id)  # what it was to answer must not be the first answer
+            self._canaries.heard(num_of, now)
 
     def live_legs(self, worker_id: str, incarnation: int, newest_leg: int, legs: Collection[int], now: float) -> None:
         """Compares the legs that a worker's heartbeat lists with those that the router believes to be there.

@@ -19,9 +19,8 @@ from baton.v1 import inference_pb2, types_pb2
 from services.core.clock import Clock
 from services.core.config import DAY_S
 from services.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
-from services.core.hashing import ShortHash, block_hashes, short_hashes
+from services.core.hashing import ShortHash, block_hashes, salt_in, short_hashes
 from services.core.ids import new_request_id, new_seed
-from services.kv.verdicts import salt_in
 from services.router.answer import Answer, echoes_only, num_answers, skips_special_tokens
 from services.router.catalogue import ServedModel
 from services.router.coordinator.events import ExpectedRequest, RequestSpec

@@ -42,6 +42,7 @@ from services.router.policy.known_cache import (
     BringTimes,
     KnownCache,
     PrefixBreakEven,
+    PrefixIndex,
     PrefixOffer,
     PrefixOutcome,
     PrefixSource,
@@ -49,7 +50,6 @@ from services.router.policy.known_cache import (
     choose_source,
     prefix_break_even,
 )
-from services.router.policy.prefix_index import PrefixIndex
 from services.router.policy.presets import PRESETS, preset
 from services.router.policy.selection import Chosen, Selection
 from services.router.policy.shares import Share, Shares

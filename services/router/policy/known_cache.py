@@ -1,9 +1,11 @@
 """Knows what stands in each worker's prefix cache, and whether a prefix had better be brought from there. Pure.
 
-Owns: a bounded memory for each worker of what it tells and of what it was given lately, which policy may look at. It is
-a guess: the worker alone knows its cache, and a prompt that is expected there but is not costs what it costs anywhere.
-And what a bring is expected to take, learnt from those that were made, and the choice of the source. Never: what
-becomes of a bring: if nothing comes of it, the prompt is computed.
+Owns: an index of which workers have told of which *anchors*, so that none need be asked how much of a prompt it has: an
+anchor is one block in sixteen, chosen by its hash, so that the index is small. A bounded memory for each worker of what
+it tells and of what it was given lately, which policy may look at. It is a guess: the worker alone knows its cache, and
+a prompt that is expected there but is not costs what it costs anywhere. And what a bring is expected to take, learnt
+from those that were made, and the choice of the source. Never: what becomes of a bring: if nothing comes of it, the
+prompt is computed.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ import enum
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
-from services.core.hashing import PromptHashes, ShortHash
+from services.core.hashing import PromptHashes, ShortHash, anchor_keys
 from services.core.records import record
-from services.router.policy.prefix_index import PrefixIndex
 
 _MOST_BLOCKS = 1 << 17
 """Of one worker: as many as a worker tells at once. 100 bytes each. Of a worker that has more, those are kept that were
@@ -36,6 +38,66 @@ _MOST_TIMES = 4
 _MOST_ALIKE = 32
 """The most expected prompts with one beginning that are kept, the newest: whoever came before has been told of since,
 or waits behind them."""
+
+
+class PrefixIndex:
+    """Keeps, for each anchor, the workers that have it: a bit each. All have blocks of one size."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+        """By the anchors' keys. These are objects of their own, beside one another in memory, unlike the hashes."""
+        self._taken = 0
+        """The bits in use."""
+
+    def __len__(self) -> int:
+        """Returns how many anchors some worker has."""
+        return len(self._holders)
+
+    @property
+    def is_unused(self) -> bool:
+        """Returns whether no bit stands for a worker."""
+        return not self._taken
+
+    def take_bit(self) -> int:
+        """Returns a bit that stands for one worker from now on."""
+        bit = ~self._taken & (self._taken + 1)
+        self._taken |= bit
+        return bit
+
+    def give_back(self, bit: int, hashes: Iterable[ShortHash]) -> None:
+        """Frees the bit of a worker. `hashes` are all that it had."""
+        self.remove(bit, hashes)
+        self._taken &= ~bit
+
+    def add(self, bit: int, hashes: Iterable[ShortHash]) -> None:
+        """Notes which of the hashes are anchors."""
+        holders = self._holders
+        for key in anchor_keys(hashes):
+            holders[key] = holders.get(key, 0) | bit
+
+    def remove(self, bit: int, hashes: Iterable[ShortHash]) -> None:
+        holders = self._holders
+        for key in anchor_keys(hashes):
+            if rest := holders.get(key, 0) & ~bit:
+                holders[key] = rest
+            else:
+                holders.pop(key, None)
+
+    def ranges(self, prompt: PromptHashes, bits: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (low, high, bits): those of the workers have the anchors among the first `low` blocks of a prompt, the
+        last of which is one, and not the one right after the first `high`, unless that is the end.
+
+        Workers that have no anchor come first.
+        """
+        low, holders_of_each = 0, map(self._holders.get, prompt.anchor_keys, repeat(0))
+        for place, holders in zip(prompt.anchors, holders_of_each, strict=True):
+            if (rest := bits & holders) != bits:
+                yield low, place, bits ^ rest
+                if not rest:
+                    return
+                bits = rest
+            low = place + 1
+        yield low, len(prompt), bits
 
 
 class KnownCache:
@@ -406,7 +468,7 @@ class PrefixBreakEven:
     """Brings of which these times are; 0 if they are assumed."""
 
 
-def prefix_break_even(bring: BringTime, compute_token_ms: float, margin: float = MARGIN) -> float:
-    """Returns how many tokens take as long to bring, `margin` included, as to compute; infinite if none do."""
-    saved_ms = compute_token_ms - margin * bring.token_ms
-    return margin * bring.fixed_ms / saved_ms if saved_ms > 0 else math.inf
+def prefix_break_even(bring: BringTime, compute_token_ms: float) -> float:
+    """Returns how many tokens take as long to bring, `MARGIN` included, as to compute; infinite if none do."""
+    saved_ms = compute_token_ms - MARGIN * bring.token_ms
+    return MARGIN * bring.fixed_ms / saved_ms if saved_ms > 0 else math.inf

@@ -1,7 +1,8 @@
 """Scores workers by what makes them a good choice, in [0, 1], with weights. Pure.
 
 A new criterion is one more `Term` in `PolicyConfig`; named sets of them are in `presets.py`. A term scores a worker by
-itself, or, as a `Comparison`, beside the others that could be chosen.
+itself, or, as a `Comparison`, beside the others that could be chosen. What a worker could bring of a prompt counts by
+what computing as much would take; from whom a leg brings in the end (`choose_source`) depends on who is busy, too.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.core.errors import ConfigError
-from services.router.policy.bringing import brought_tokens, lent_by
+from services.router.policy.known_cache import MARGIN, KnownCache, PrefixIndex, most_told
 from services.router.policy.views import Job, Role, Source, WorkerView, cached_blocks
 
 Term = Callable[[WorkerView, Job, Source | None, float], float]
@@ -324,3 +325,38 @@ def reweighted(policy: PolicyConfig, phase: str, term: Term, weight: float, orig
     terms[phase] = (*others, (weight, term)) if weight else others
     policy = replace(policy, prefill_terms=terms["prefill"], decode_terms=terms["decode"])
     return replace(policy, hash_prompts=policy.hash_prompts or policy.looks_at_prompts)
+
+
+_MOST_LENDERS = 4
+"""So many of those that have most of a prompt are looked at: there is one that may lend to nearly everybody."""
+
+Lent = Sequence[tuple[WorkerView, int]]
+"""Workers with the number of the prompt's first blocks that they could lend, those with most first."""
+
+
+def lent_by(lenders: Iterable[WorkerView], job: Job) -> Lent:
+    """Returns those of the lenders that have told of most of the job's prompt."""
+    groups: dict[PrefixIndex, list[tuple[WorkerView, KnownCache]]] = {}
+    for lender in lenders:
+        if lender.cache is not None and lender.bring_times is not None and lender.ready:
+            groups.setdefault(lender.cache.index, []).append((lender, lender.cache))
+    found: list[tuple[WorkerView, int]] = []
+    for group in groups.values():
+        hashes = job.block_hashes.get(group[0][0].block_size, ())
+        most = most_told([cache for _, cache in group], hashes, _MOST_LENDERS)
+        found += [(group[place][0], num_blocks) for place, num_blocks in most]
+    return sorted(found, key=lambda each: (-each[1], each[0].worker_id))
+
+
+def brought_tokens(worker: WorkerView, num_blocks: int, lent: Lent) -> float:
+    """Returns how many tokens the worker need not compute because it can bring them, less as many as it would compute
+    while they come. `num_blocks` are those of the prompt that it has."""
+    token_ms = worker.load.saved_ms_per_token
+    if worker.bring_times is None or not token_ms:
+        return 0.0
+    for lender, most in lent:
+        more = (most - num_blocks) * worker.block_size
+        if more <= 0 or lender.fingerprint.kv != worker.fingerprint.kv or lender.worker_id in worker.barred:
+            continue
+        return max(0.0, more - MARGIN * worker.bring_times[lender.worker_id].ms(more) / token_ms)
+    return 0.0

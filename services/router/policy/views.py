@@ -15,8 +15,7 @@ from services.core.step_average import StepAverage
 from services.kv.layout import TORCH
 from services.router.policy.handoff_time import HandoffTime
 from services.router.policy.health import Ramp
-from services.router.policy.known_cache import BringTime, KnownCache, num_blocks_of
-from services.router.policy.prefix_index import PrefixIndex
+from services.router.policy.known_cache import BringTime, KnownCache, PrefixIndex, num_blocks_of
 
 _MOST_BLOCK_SIZES = 8
 """The most block sizes for which sums are kept: a cluster has one, or a few."""

@@ -12,8 +12,7 @@ from typing import Any
 
 from services.router.telemetry.json_lines import JsonLines
 from services.router.telemetry.timelines import Timeline
-from services.router.telemetry.usage import RequestUsage
-from services.router.telemetry.usage_log import charged
+from services.router.telemetry.usage import RequestUsage, charged
 
 
 @dataclass(slots=True)

@@ -1,15 +1,19 @@
-"""Counts what tenants use: requests by how they ended, tokens and cost, for Prometheus.
+"""Counts what tenants use: requests by how they ended, tokens and cost, for Prometheus and in a log
+to bill by.
 
-Owns: the instruments, and which tenants have series of their own. Never: what a request is charged
-(`Answer.usage`), what that costs (`TokenPrices`), or when it has ended: the intake says so, once for each request.
+Owns: the instruments, which tenants have series of their own, and what a line of the log says. Never: what a request is
+charged (`Answer.usage`), what that costs (`TokenPrices`), or when it has ended: the intake says so, once for each
+request.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
+from services.router.telemetry.json_lines import JsonLines
 from services.router.tenants.tenant import TokenUsage
 from services.rpc import names
 
@@ -81,3 +85,29 @@ class UsageMetrics:
                 return OTHERS
             self._own_label.add(tenant)
         return tenant
+
+
+class UsageLog:
+    """Is told of requests by `ended`, on the event loop."""
+
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
+
+    def ended(self, usage: RequestUsage) -> None:
+        """Notes a request that has ended. It waits for nothing."""
+        self._lines.put(charged(usage))
+
+
+def charged(usage: RequestUsage) -> dict[str, Any]:
+    """Returns the fields that say what a request is charged."""
+    tokens = usage.tokens
+    return {
+        "tenant": usage.tenant,
+        "model": usage.model,
+        "request_id": usage.request_id,
+        "prompt_tokens": tokens.prompt,
+        "cached_tokens": tokens.cached,
+        "output_tokens": tokens.output,
+        "cost": usage.cost,
+        "outcome": usage.outcome,
+    }

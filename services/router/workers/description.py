@@ -1,13 +1,10 @@
-"""Checks what a worker reports of itself: every string and number of a registration has a bound, and every name a form.
-
-A field added to the messages is bounded here without further code: its text like other text, its numbers like others.
-"""
+"""Checks what a worker reports of itself: the names by which it is known and dialled have a form, and every number a
+range, also that of a field added later. Texts are believed: whoever registers has the cluster token."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any
 
 from google.protobuf.message import Message
 
@@ -18,23 +15,6 @@ from services.core.errors import InvalidRequest
 from services.core.ids import WORKER_ID_FORM, is_worker_id
 
 _DIGEST = re.compile("[0-9a-f]{32}")
-_MAX_CHARS = 256
-_CHARS = {
-    "worker_id": 128,
-    "address": 262,
-    "shm_socket": 108,
-    "host_id": 128,
-    "device": 64,
-    "fingerprint.numerics": 200,
-    "layout.engine": 32,
-    "kernels": 512,
-}
-"""The most characters of fields that have a bound of their own.
-
-The kernel takes 108 bytes for a Unix socket's address.
-"""
-_MAX_ENTRIES = 64
-_MAX_OFFERS = 16
 _NUMBERS = {
     "num_blocks": (1, 1 << 30),
     "num_tier_blocks": (0, 1 << 30),
@@ -47,11 +27,7 @@ _ROLES = (types_pb2.WORKER_ROLE_PREFILL, types_pb2.WORKER_ROLE_DECODE, types_pb2
 
 
 def check_description(worker: control_pb2.WorkerDescription) -> None:
-    """Raises an InvalidRequest that names the field, if a field is out of bounds.
-
-    Unknown fields of the message are dropped, since they would be kept, and sent on, as long as the worker is known.
-    """
-    worker.DiscardUnknownFields()
+    """Raises an InvalidRequest that names the field, if a field is out of bounds."""
     check_worker_id("worker.worker_id", worker.worker_id)
     _check_roles("worker.roles", worker.roles)
     if not is_dialable(worker.address):
@@ -66,7 +42,7 @@ def check_description(worker: control_pb2.WorkerDescription) -> None:
         raise InvalidRequest(
             "worker.capacity", f"is {worker.capacity:g}, outside [{LEAST_CAPACITY:g}, {MOST_CAPACITY:.0f}]"
         )
-    _check_fields(worker, "")
+    _check_numbers(worker, "")
 
 
 def check_loading(worker: control_pb2.LoadingWorker) -> None:
@@ -75,7 +51,6 @@ def check_loading(worker: control_pb2.LoadingWorker) -> None:
     _check_roles("loading.roles", worker.roles)
     if not 0 <= worker.ready_within_ms <= DAY_S * 1000:
         raise InvalidRequest("loading.ready_within_ms", f"is {worker.ready_within_ms}, outside [0, {DAY_S * 1000:.0f}]")
-    _check_texts(worker, "loading.")
 
 
 def _check_roles(field: str, roles: Collection[types_pb2.WorkerRole]) -> None:
@@ -92,51 +67,12 @@ def check_worker_id(field: str, worker_id: str) -> None:
         raise InvalidRequest(field, f"is no worker's name: {WORKER_ID_FORM}")
 
 
-def check_source(source: types_pb2.KVSource) -> None:
-    """Raises an InvalidRequest that names the field, if a text in a worker's KVSource is out of bounds.
-
-    The message is kept with the lease, sent on to another worker, and logged there. Unknown fields are dropped.
-    """
-    source.DiscardUnknownFields()
-    if len(source.offers) > _MAX_OFFERS:
-        raise InvalidRequest("source.offers", f"has more than {_MAX_OFFERS} entries")
-    _check_texts(source, "source.")
-
-
-def _check_texts(message: Message, prefix: str) -> None:
-    for field, value in message.ListFields():
-        for part in value if field.is_repeated else [value]:
-            if isinstance(part, Message):
-                _check_texts(part, f"{prefix}{field.name}.")
-            elif isinstance(part, str):
-                _check_text(prefix + field.name, part, _CHARS.get(field.name, _MAX_CHARS))
-
-
-def _check_fields(message: Message, prefix: str) -> None:
+def _check_numbers(message: Message, prefix: str) -> None:
     for field in message.DESCRIPTOR.fields:
-        name = prefix + field.name
-        value: Any = getattr(message, field.name)
-        values = value if field.is_repeated else [value]
-        if len(values) > _MAX_ENTRIES:
-            raise InvalidRequest(f"worker.{name}", f"has more than {_MAX_ENTRIES} entries")
-        for part in values:
-            _check(name, part)
-
-
-def _check(name: str, value: Any) -> None:
-    match value:
-        case Message():
-            _check_fields(value, f"{name}.")
-        case str() | bytes():
-            _check_text(f"worker.{name}", value, _CHARS.get(name, _MAX_CHARS))
-        case int():
+        name, value = prefix + field.name, getattr(message, field.name)
+        if isinstance(value, Message):
+            _check_numbers(value, f"{name}.")
+        elif isinstance(value, int):
             least, greatest = _NUMBERS.get(name, (0, _MOST))
             if not least <= value <= greatest:
                 raise InvalidRequest(f"worker.{name}", f"is {value}, outside [{least}, {greatest}]")
-
-
-def _check_text(name: str, value: str | bytes, most: int) -> None:
-    if len(value) > most:
-        raise InvalidRequest(name, f"is longer than {most}")
-    if isinstance(value, str) and not value.isprintable():
-        raise InvalidRequest(name, "has characters that cannot be shown")

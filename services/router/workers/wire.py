@@ -14,11 +14,11 @@ from typing import Any
 
 from baton.v1 import control_pb2, inference_pb2, types_pb2, worker_pb2
 from services.core.config import DAY_S
-from services.core.errors import InvalidRequest, ProtocolViolation
+from services.core.errors import ProtocolViolation
+from services.core.hashing import salt_in
 from services.core.seeds import answer_seed
 from services.core.step_average import StepAverage
 from services.kv.layout import TORCH
-from services.kv.verdicts import salt_in
 from services.router.coordinator.events import (
     DecodeAdmitted,
     DecodeRefused,
@@ -42,7 +42,6 @@ from services.router.coordinator.events import (
 )
 from services.router.coordinator.known_answers import NUM_LIKELIEST
 from services.router.policy import Fingerprint, Load, Role
-from services.router.workers.description import check_source
 from services.rpc.parameters import are_logprobs
 from services.rpc.status import from_status
 
@@ -70,7 +69,6 @@ _MOST_MS = DAY_S * 1000
 _MOST_BYTES = 1 << 50
 _MOST_OF_STEP = 1e15
 """Milliseconds, tokens or attended tokens of a step."""
-_LEASE_ID_BYTES = 16
 
 
 def loading_worker(worker: control_pb2.LoadingWorker) -> LoadingWorker:
@@ -241,9 +239,10 @@ def leg_event(event: worker_pb2.LegEvent) -> LegEvent | None:
         case "prompt_computed":
             return PromptComputed(event.prompt_computed.leg, max(0, event.prompt_computed.num_tokens))
         case "started":
-            return _started(event.started)
+            started = event.started
+            return PrefillStarted(started.leg, started.lease_id, started.source, max(0, started.cached_tokens))
         case "parked":
-            return _parked(event.parked)
+            return Parked(event.parked.leg, event.parked.lease_id, event.parked.source)
         case "lease_ended":
             ended = event.lease_ended
             return LeaseEnded(ended.leg, _LEASE_ENDS.get(ended.reason, LeaseEnd.ABORTED))
@@ -258,29 +257,6 @@ def leg_event(event: worker_pb2.LegEvent) -> LegEvent | None:
             return ImportFailed(failed.leg, failed.lease_alive, from_status(failed.status))
         case _:
             return LegFailed(event.failed.leg, from_status(event.failed.status))
-
-
-def _parked(message: worker_pb2.Parked) -> Parked | LegFailed:
-    if (violation := _violation(message)) is not None:
-        return violation
-    return Parked(message.leg, message.lease_id, message.source)
-
-
-def _violation(message: worker_pb2.PrefillStarted | worker_pb2.Parked) -> LegFailed | None:
-    """Returns what becomes of a leg whose lease or source is out of bounds; None if they are not."""
-    if len(message.lease_id) > _LEASE_ID_BYTES:
-        return LegFailed(message.leg, ProtocolViolation(f"a lease's name of {len(message.lease_id)} bytes"))
-    try:
-        check_source(message.source)
-    except InvalidRequest as error:
-        return LegFailed(message.leg, ProtocolViolation(str(error)))
-    return None
-
-
-def _started(message: worker_pb2.PrefillStarted) -> PrefillStarted | LegFailed:
-    if (violation := _violation(message)) is not None:
-        return violation
-    return PrefillStarted(message.leg, message.lease_id, message.source, max(0, message.cached_tokens))
 
 
 def _prompt_tokens(message: worker_pb2.PromptTokens) -> PromptTokens | LegFailed:

@@ -208,7 +208,7 @@ async def test_there_are_no_more_than_may_be(several: Cluster, text: Path) -> No
     await third.start()
     error = await refused(third.register(several.control_channel))
     assert code_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "--max-models" in (error.details() or "")
+    assert "no more than 2 models may be" in (error.details() or "")
     assert third.num_texts_given == 0, "nothing was fetched in vain"
     second.cut(orderly=True)
     gone = several.router.catalogue.get(OTHER)

@@ -68,7 +68,7 @@ def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
         (["prefill", "--advertise", "myhost"], 2, "--advertise: 'myhost' is not HOST:PORT that others can dial"),
         (["decode", "--advertise", "[::]:50051"], 2, "--advertise: '[::]:50051' is not HOST:PORT that others"),
         (["decode", "--worker-id", "../x"], 2, "--worker-id: '../x' is no worker's name: 1 to 128 of"),
-        (["router", "--max-workers", "0"], 2, "--max-workers: 0 must be in [1, 65536]"),
+        (["router", "--silence-s", "0"], 2, "--silence-s: 0.0 must be in [0.001, 86400]"),
         (["prefill", "--ready-fd", "987"], 2, "file descriptor 987 is not open"),
         (["generate"], 2, "one of the arguments --prompt --prompt-file --token-ids is required"),
         (

@@ -20,7 +20,7 @@ async def test_a_store_empties_itself_for_the_weights_that_replace_the_old_ones(
     """The model keeps its name and gets other weights, as when a checkpoint is replaced."""
     named, folder = ("--served-model-name", "m"), tmp_path_factory.mktemp("temp")
     other = tiny_model("llama", tmp_path_factory.mktemp("models"), num_hidden_layers=3)
-    flags = {"store-0": ("--kvtransfer-bytes", "16MiB", "--relearn-s", "0.5")}
+    flags = {"store-0": ("--kvtransfer-bytes", "16MiB")}
     workers = ("mixed-0", "store-0")
     async with real_cluster(
         model, folder, workers, *FLAGS, *named, routers=((*ALL, *named),), flags_of=flags

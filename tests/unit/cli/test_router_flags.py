@@ -12,8 +12,7 @@ from services.cli.cluster_output import PlainOutput
 from services.cli.model_cache import ResolvedModel
 from services.cli.up import UpConfig, make_plan
 from services.core import config as configuration
-from services.router.config import RouterConfig
-from services.router.tenant_config import TenantConfig
+from services.router.config import RouterConfig, TenantConfig
 
 MODEL = ResolvedModel("m", pathlib.Path("/m"))
 

@@ -70,7 +70,7 @@ def test_durations_are_between_a_millisecond_and_a_day(config_type: type, name: 
     [
         ["router", "--silence-s", "nan"],
         ["router", "--drain-s", "1e300"],
-        ["decode", "--heartbeat-s", "inf"],
+        ["decode", "--silence-s", "inf"],
         ["up", "--drain-s", "-1"],
         ["drain", "w", "--target", "127.0.0.1:1", "--deadline", "nan"],
         ["drain", "w", "--target", "127.0.0.1:1", "--deadline", "1e6"],

@@ -56,9 +56,7 @@ def test_what_is_none_is_refused_with_the_name_of_the_flag(url: str) -> None:
 
 def test_links() -> None:
     assert search_link("http://j:16686/", "baton-router") == "http://j:16686/search?service=baton-router"
-    assert search_link("http://j", "a&b c", '{"baton.request_id":"x"}') == (
-        "http://j/search?service=a%26b%20c&tags=%7B%22baton.request_id%22%3A%22x%22%7D"
-    )
+    assert search_link("http://j", "a&b c") == "http://j/search?service=a%26b%20c"
     assert trace_link("http://j/ui/", "ab12") == "http://j/ui/trace/ab12"
     assert trace_link("http://j", '"><b>/../') == "http://j/trace/%22%3E%3Cb%3E%2F..%2F"
     assert comparison_link("http://j", "ab", "cd") == "http://j/trace/ab...cd"

@@ -14,7 +14,7 @@ from services.cli.model_cache import new_entry
 from services.cli.run_log import RunLog
 from services.core.own_files import opened, write_whole
 from services.engine.native.build import copy_library
-from services.rpc.trace_file import TraceFileExporter
+from services.rpc.telemetry import TraceFileExporter
 from services.sim.profile import WorkerProfile, write_profile
 from services.worker.kept_verdicts import KeptVerdicts
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -65,9 +63,9 @@ def make_driver(runner: ScriptedRunner) -> Iterator[MakeDriver]:
         info = EngineInfo("m", "d", "c", "n", "float32", 1, 1, 4, BLOCK_SIZE, NUM_BLOCKS, 64, 100, (2,), "cpu")
         return Loaded(info, cache, runner)
 
-    def make(gated: bool = False, drafter: Any = None) -> EngineDriver:
+    def make(gated: bool = False) -> EngineDriver:
         config = EngineConfig(str(Path()), "m", max_num_seqs=4, max_num_batched_tokens=8)
-        driver = EngineDriver(Engine(config, lambda config: replace(loader(config), drafter=drafter)))
+        driver = EngineDriver(Engine(config, loader))
         runner.gated = gated  # the warm-up was not
         return driver
 
@@ -103,31 +101,6 @@ def test_admission_is_reported_before_the_step(runner: ScriptedRunner, make_driv
         assert driver.engine.tally.num_steps == 0
         runner.go.release()
         driver.wait(seq_id)
-
-
-class HangingDrafter:
-    """Is a drafter whose first proposal waits to be let go."""
-
-    def __init__(self) -> None:
-        self.began, self.go = threading.Event(), threading.Event()
-
-    def propose(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-        self.began.set()
-        assert self.go.wait(10)
-        return [[] for _ in sequences]
-
-
-def test_a_drafter_that_hangs_is_seen_by_the_clock_of_steps(make_driver: MakeDriver) -> None:
-    drafter = HangingDrafter()
-    with make_driver(drafter=drafter) as driver:
-        seq_id = driver.submit([1], 3)
-        assert drafter.began.wait(10)
-        earlier = driver.engine.stats().current_step_ms
-        time.sleep(0.02)
-        assert driver.engine.stats().current_step_ms >= earlier + 20 > 20
-        drafter.go.set()
-        driver.wait(seq_id)
-        assert driver.engine.stats().current_step_ms == 0
 
 
 def test_abort_in_a_step_waits_for_its_end(runner: ScriptedRunner, make_driver: MakeDriver) -> None:
@@ -215,46 +188,6 @@ def test_a_defect_ends_the_thread_loudly(make_driver: MakeDriver, caplog: pytest
     assert "not a step's fault" in caplog.text
     driver.engine.stop()
     driver.engine.cache.close()
-
-
-class Drafts:
-    """Proposes the same for every sequence, or raises."""
-
-    def __init__(self, proposed: object) -> None:
-        self.proposed = proposed
-        self.num_asked = 0
-
-    def propose(self, sequences: Sequence[Sequence[int]]) -> Any:
-        self.num_asked += 1
-        if isinstance(self.proposed, Exception):
-            raise self.proposed
-        return [self.proposed for _ in sequences]
-
-
-@pytest.mark.parametrize(
-    "proposed", [RuntimeError("out of memory"), None, [1, "2"]], ids=["raises", "no list", "no numbers"]
-)
-def test_a_drafter_that_fails_is_not_asked_again(
-    make_driver: MakeDriver, caplog: pytest.LogCaptureFixture, proposed: object
-) -> None:
-    drafter = Drafts(proposed)
-    with make_driver(drafter=drafter) as driver:
-        (plain,) = driver.generate([[1, 2, 3]], 6)
-        assert driver.generate([[1, 2, 3]], 6) == [plain]
-    assert len(plain) == 6
-    assert drafter.num_asked == 1
-    assert "not asked again" in caplog.text
-    caplog.clear()
-
-
-def test_drafts_end_before_what_is_no_token(runner: ScriptedRunner, make_driver: MakeDriver) -> None:
-    drafter = Drafts([1, 2, 100, 3])
-    with make_driver(drafter=drafter) as driver:
-        driver.generate([[1, 2, 3]], 6)
-    assert drafter.num_asked > 1
-    assert {token_id for plan in runner.plans for part in plan.sequences for token_id in part.token_ids} <= set(
-        range(100)
-    )
 
 
 def test_memory_is_made_ready_only_while_there_is_nothing_to_run(

@@ -26,7 +26,9 @@ class Tier(RuleBasedStateMachine):
         """What each slot was last given."""
 
     def new_index(self) -> TierIndex:
-        return TierIndex(NUM_SLOTS, LeastRecentlyUsed(), on_store=self.told.add, on_remove=self.told.remove)
+        index = TierIndex(NUM_SLOTS, LeastRecentlyUsed())
+        index.follow(self.told.add, self.told.remove)
+        return index
 
     @rule()
     def take(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.kv.verdicts import Verdicts, salt_in
+from services.core.hashing import salt_in
+from services.kv.verdicts import Verdicts
 
 
 def test_the_order_in_which_verdicts_are_heard_of_is_of_no_account() -> None:

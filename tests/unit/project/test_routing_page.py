@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from services.router.placement_config import read_selection
 from services.router.policy import PRESETS
 from services.router.policy.presets import DEFAULT
 from services.router.policy.terms import TERMS, Term
-from services.router.policy_file import read_selection
 from tests.support import ROOT
 
 PAGE = (ROOT / "docs" / "routing.md").read_text()

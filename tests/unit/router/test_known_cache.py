@@ -10,8 +10,7 @@ from services.core.hashing import block_hashes, short_hashes
 from services.engine.schedule.prefix import hash_prompt
 from services.engine.schedule.sequence import SamplingParams, Sequence, StoppingParams
 from services.router.policy import Fingerprint, KnownCache, PolicyConfig, Role, sharing, weighted
-from services.router.policy.known_cache import num_blocks_of
-from services.router.policy.prefix_index import PrefixIndex
+from services.router.policy.known_cache import PrefixIndex, num_blocks_of
 from services.router.policy.terms import prefix_cached, same_conversation, short_queue
 from tests.support.router_bench import Bench
 

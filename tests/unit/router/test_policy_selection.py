@@ -11,8 +11,8 @@ from baton.v1 import control_pb2, types_pb2
 from services.core import config as configuration
 from services.core.errors import ConfigError
 from services.router.config import RouterConfig
+from services.router.placement_config import read_selection
 from services.router.policy import PRESETS, Selection
-from services.router.policy_file import read_selection
 from services.router.workers.wire import worker_info
 from services.worker.config import WorkerConfig
 from tests.support.router_bench import Bench

@@ -72,7 +72,7 @@ def test_times_are_learnt() -> None:
     assert time.num_seen == 100
     assert time.fixed_ms == pytest.approx(40.0, rel=0.1)
     assert time.token_ms == pytest.approx(0.02, rel=0.1)
-    assert prefix_break_even(time, 0.5, margin=1.0) == pytest.approx(40.0 / 0.48, rel=0.1)
+    assert prefix_break_even(time, 0.5) == pytest.approx(1.25 * 40.0 / (0.5 - 1.25 * 0.02), rel=0.1)
 
 
 SEEN = ([(1000, 0.0)] * 50, [(16, 1e6)] * 50, [(2000, 5.0), (100, 500.0)] * 20, [(64, 30.0)] * 50)

@@ -27,9 +27,3 @@ def test_they_are_half_of_the_cores_that_the_process_may_use(
 ) -> None:
     """There is at least one, and on more than one core they are never all: the event loop needs one."""
     assert _threads(monkeypatch, num_cores) == num_threads
-
-
-@pytest.mark.parametrize("num_cores", [1, 16])
-@pytest.mark.parametrize("given", [1, 3, 40])
-def test_the_flag_overrides_the_cores(monkeypatch: pytest.MonkeyPatch, num_cores: int, given: int) -> None:
-    assert _threads(monkeypatch, num_cores, "--tokenizer-threads", str(given)) == given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from services.router.policy import BringTime
-from services.router.policy.transfer_rate import TransferRate
+from services.router.policy.handoff_time import TransferRate
 
 
 def test_nothing_is_known_at_first_and_small_handoffs_say_nothing() -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from services.router.coordinator.alarms import Alarms
+from services.router.coordinator.book import Alarms
 from services.router.coordinator.events import DecodeAdmitted, DecodeRefused, RequestSpec
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import REPORT_LAG_S

@@ -12,8 +12,7 @@ import pytest
 from services.router.telemetry.json_lines import JsonLines
 from services.router.telemetry.request_log import RequestDetails, RequestLog
 from services.router.telemetry.timelines import Timeline, TimelineStage, TokenTimes
-from services.router.telemetry.usage import RequestUsage
-from services.router.telemetry.usage_log import UsageLog
+from services.router.telemetry.usage import RequestUsage, UsageLog
 from services.router.tenants.tenant import TokenUsage
 
 USAGE = RequestUsage("acme", "m", "r", TokenUsage(10, 4, 3), 0.5, "stop")

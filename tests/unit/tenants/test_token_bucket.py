@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.tenants.token_bucket import TokenBucket
+from services.router.tenants.tenant import TokenBucket
 
 RATES = st.floats(0.001, 1e6)
 BURSTS = st.integers(1, 10**9)

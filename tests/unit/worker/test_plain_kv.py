@@ -7,7 +7,7 @@ import pytest
 from services.core.errors import ConfigError
 from services.store.config import StoreConfig
 from services.worker.config import WorkerConfig
-from services.worker.plain_kv import demand_encryption
+from services.worker.transfer import demand_encryption
 
 ELSEWHERE, HERE = {"AWS_ENDPOINT_URL": "HTTP://minio:9000"}, {"aws_endpoint_url_s3": "http://[::1]:9000"}
 

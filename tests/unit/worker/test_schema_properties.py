@@ -48,7 +48,7 @@ def takes(schema: Any, text: str) -> bool:
         matcher.take(tokenizer().encode(text, add_special_tokens=False).ids)
     except InvalidRequest:
         return False
-    return matcher.fill([], np.zeros((1, num_words(vocabulary().vocab_size)), np.int32))[0]
+    return matcher.fill(np.zeros(num_words(vocabulary().vocab_size), np.int32))
 
 
 def can_be_written(text: str) -> bool:

@@ -67,7 +67,7 @@ def test_only_steps_of_one_token_each_are_decodes() -> None:
     assert is_decode_step([part(3, (1,)), part(9, (2, 3, 4))])
     assert not is_decode_step([part(3, (1,)), part(0, (2,), num_tokens=3)]), "a chunk of a prompt"
     assert not is_decode_step([part(3, (1,), num_rows=0)]), "a chunk of one token that samples none"
-    assert not is_decode_step([part(3, (1, 2), num_tokens=3, num_rows=3)]), "drafts"
+    assert is_decode_step([part(3, (1,), num_rows=3)]), "further answers are copies of the first's logits"
 
 
 def test_rows_without_a_sequence_write_where_nobody_reads() -> None:

@@ -26,12 +26,9 @@ def test_sequences_lie_one_after_the_other() -> None:
     assert inputs.layout.only((0, 2)) == StepLayout(((9, 2), (1,)), query_lens=(1, 2), context_lens=(6, 2))
 
 
-def test_drafts_are_sampled_too() -> None:
-    parts = (part(5, (50, 60, 70), (9, 2), num_rows=3), part(0, (40, 41), (1,)))
-    inputs = flatten(parts, 4, torch.device("cpu"))
-    assert inputs.positions.tolist() == [5, 6, 7, 0, 1]
-    assert inputs.logit_rows.tolist() == [0, 1, 2, 4]
-    assert parts[0].draft_token_ids == (60, 70)
+def test_all_answers_are_sampled_from_the_last_token() -> None:
+    inputs = flatten((part(5, (50, 60, 70), (9, 2), num_rows=3), part(0, (40, 41), (1,))), 4, torch.device("cpu"))
+    assert inputs.logit_rows.tolist() == [2, 4]
 
 
 def test_blocks_begun_and_not_filled() -> None:

@@ -25,16 +25,15 @@ GREEDY = SamplingParams(temperature=0.0)
 def part(
     seq_id: int,
     constraint: Any,
-    drafts: Sequence[int] = (),
     *,
     untold: tuple[int, ...] = (),
     stops: tuple[int, ...] = (EOS,),
     min_tokens: int = 0,
+    num_answers: int = 1,
 ) -> ScheduledSequence:
-    positions = range(len(drafts) + 1)
-    rows = tuple(SampleRow(at, GREEDY, masked_token_ids=stops if at < min_tokens else ()) for at in positions)
+    rows = (SampleRow(0, GREEDY, masked_token_ids=stops if min_tokens else ()),) * num_answers
     return ScheduledSequence(
-        seq_id, 10, (5, *drafts), (0,), rows, constraint=constraint, untold_token_ids=untold, stop_token_ids=stops
+        seq_id, 10, (5,), (0,), rows, constraint=constraint, untold_token_ids=untold, stop_token_ids=stops
     )
 
 
@@ -51,7 +50,6 @@ def test_each_row_of_a_constrained_part_has_its_tokens() -> None:
     masks = masks_of([one, free, other], VOCAB)
     assert masks.rows == (0, 2)
     assert tokens_in(masks) == [[7, 69], [8, 9]]
-    assert not masks.num_rows, "all rows have tokens"
     assert not masks.failed
 
 
@@ -63,16 +61,6 @@ def test_tokens_that_end_the_output_are_allowed_exactly_where_it_may_end() -> No
     # STOP could follow, as text, but a stop token is never text; so it is not allowed before the output is complete.
     masks = masks_of([part(1, OneOf([[STOP], [9]]), stops=stops)], VOCAB)
     assert tokens_in(masks) == [[9]]
-
-
-def test_rows_after_drafts() -> None:
-    constraint = OneOf([[7, 8, 9]])
-    masks = masks_of([part(1, constraint, drafts=(7, 8, 9))], VOCAB)
-    assert tokens_in(masks) == [[7], [8], [9], [EOS]]
-    assert constraint.taken == [], "drafts are not taken"
-    masks = masks_of([part(1, OneOf([[7, 8, 9]]), drafts=(7, 5, 9)), part(2, OneOf([[6]]))], VOCAB)
-    assert (tokens_in(masks), masks.rows) == ([[7], [8], [6]], (0, 1, 4)), "no row after a wrong draft is of interest"
-    assert masks.num_rows == {1: 2}
 
 
 @pytest.mark.parametrize(
@@ -90,18 +78,9 @@ def test_a_part_with_nothing_left_fails_alone(constrained: ScheduledSequence, wo
     assert (tokens_in(masks), masks.rows) == ([[6]], (1,))
 
 
-def test_nothing_left_after_a_draft_is_found_out_when_it_is_accepted() -> None:
-    masks = masks_of([part(1, OneOf([[7]]), drafts=(7,), stops=())], VOCAB)
-    assert not masks.failed
-    assert masks.num_rows == {1: 1}
-    assert masks.keep({1: (7, 9), 2: (4,)}) == {1: (7,), 2: (4,)}  # type: ignore[dict-item]
-
-
 def test_further_answers_begin_where_the_first_does() -> None:
-    of_three = dataclasses.replace(part(1, OneOf([[7], [8]])), further_rows=(SampleRow(0, GREEDY),) * 2)
-    masks = masks_of([of_three, part(2, OneOf([[6]]))], VOCAB)
+    masks = masks_of([part(1, OneOf([[7], [8]]), num_answers=3), part(2, OneOf([[6]]))], VOCAB)
     assert (tokens_in(masks), masks.rows) == ([[7, 8], [7, 8], [7, 8], [6]], (0, 1, 2, 3))
-    assert masks.keep({1: (7, 7, 8), 2: (6,)}) == {1: (7, 7, 8), 2: (6,)}  # type: ignore[dict-item]
 
 
 class Broken:
@@ -111,7 +90,7 @@ class Broken:
     def take(self, token_ids: Sequence[int]) -> None:
         pass
 
-    def fill(self, drafts: Sequence[int], bits: Bits) -> list[bool]:
+    def fill(self, bits: Bits) -> bool:
         bits[:] = -1
         raise self._error
 
@@ -122,7 +101,6 @@ def test_a_constraint_that_fails_ends_its_own_sequence_only() -> None:
     assert masks.failed[1] is too_complex
     assert type(masks.failed[3]) is BatonError, "a defect is opaque"
     assert (tokens_in(masks), masks.rows) == ([[6]], (1,))
-    assert masks.keep({1: (), 2: (), 3: ()}) == {2: ()}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

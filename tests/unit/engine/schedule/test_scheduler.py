@@ -17,7 +17,7 @@ from services.engine.schedule.sequence import (
     Token,
 )
 from services.kv.pool import Holder, Ledger
-from tests.support.fake_device import VOCAB_SIZE, digests, next_token, prompt
+from tests.support.fake_device import digests, next_token, prompt
 from tests.support.scheduler_checks import parts, settle
 from tests.support.scheduler_driver import Record, SchedulerDriver
 
@@ -289,138 +289,15 @@ def decoding(engine: SchedulerDriver, **options: Any) -> Record:
     return record
 
 
-def test_right_drafts_save_steps() -> None:
-    engine = SchedulerDriver(8, 16)
-    record = decoding(engine)
-    engine.draft(0, 4, [])
-    engine.begin()
-    assert parts(engine) == [(0, 2, 5)]
-    events = engine.finish()
-    assert [event.position for event in events if isinstance(event, Token)] == [1, 2, 3, 4, 5]
-    assert len(record.output) == 6
-    engine.begin()
-    assert parts(engine) == [(0, 7, 1)], "a draft is for one step"
-    engine.finish()
-    settle(engine)
-
-
-@pytest.mark.parametrize("num_right", [0, 1, 3])
-def test_what_follows_a_wrong_draft_is_no_output(num_right: int) -> None:
-    engine = SchedulerDriver(8, 16)
-    record = decoding(engine)
-    engine.draft(0, num_right, [VOCAB_SIZE, 1, 1])  # a token that nothing samples
-    engine.step()
-    assert len(record.output) == 1 + num_right + 1
-    assert record.sequence.num_uncomputed == 1
-    settle(engine)
-
-
-def test_a_token_within_the_drafts_may_end_the_sequence() -> None:
-    engine = SchedulerDriver(8, 16)
-    free = decoding(engine)
-    settle(engine)
-    stop = frozenset({free.output[3]})
-    expected = free.output[: free.output.index(free.output[3]) + 1]
-    record = decoding(engine, stop=stop)
-    if record.finish is None:
-        engine.draft(1, 6, [])
-        engine.step()
-    assert record.output == expected
-    assert record.finish is Finish.STOP
-    settle(engine)
-
-
-def test_drafts_stay_within_the_limits_of_the_sequence() -> None:
-    engine = SchedulerDriver(8, 16)
-    decoding(engine, max_tokens=4)
-    engine.draft(0, 9, [])
-    engine.begin()
-    assert parts(engine) == [(0, 2, 3)], "with the token sampled after them, four in all"
-    engine.finish()
-    settle(engine)
-
-
-def test_drafts_take_no_block() -> None:
-    engine = SchedulerDriver(2, 4)
-    decoding(engine, max_tokens=5)
-    engine.draft(0, 4, [])
-    engine.begin()
-    assert parts(engine) == [(0, 2, 2)], "up to the end of its block"
-    assert engine.pool.references(Holder.SEQUENCE) == 1
-    engine.finish()
-    settle(engine)
-
-
-def test_drafts_leave_room_for_every_decode() -> None:
-    engine = SchedulerDriver(8, 16, max_num_batched_tokens=4, max_num_seqs=3)
-    for stem in range(3):
-        engine.add(prompt(1, stem), max_tokens=9)
-    while len(engine.scheduler.decoding) < 3:
-        engine.step()
-    for seq_id in range(3):
-        engine.draft(seq_id, 3, [])
-    plan = engine.begin()
-    assert sorted(part.num_tokens for part in plan.sequences) == [1, 1, 2]
-    engine.finish()
-    settle(engine)
-
-
-def test_drafts_take_no_token_of_a_prompt() -> None:
-    """A prompt is computed before all drafts, whether it is admitted or waits."""
-    engine = SchedulerDriver(16, 16, max_num_batched_tokens=8, max_num_seqs=3)
-    decoding(engine, max_tokens=40)
-    engine.add(prompt(12, 5), max_tokens=4)
-    engine.draft(0, 6, [])
-    engine.begin()
-    assert parts(engine) == [(0, 2, 1), (1, 0, 7)]
-    engine.finish()
-    engine.draft(0, 6, [])
-    engine.begin()
-    assert parts(engine) == [(0, 3, 3), (1, 7, 5)], "the drafts get what is left"
-    engine.finish()
-    settle(engine)
-
-
-def test_the_rows_of_drafts_see_them() -> None:
-    engine = SchedulerDriver(8, 16)
-    sequence = engine.sequence(prompt(2), max_tokens=9, min_tokens=3, stop=frozenset({5}))
-    sequence.sampling = SamplingParams(presence_penalty=1.0)
-    engine.scheduler.add(sequence)
-    engine.step()
-    first = engine.records[0].output[0]
-    engine.scheduler.draft(0, [3, 4])
-    plan = engine.begin()
-    (part,) = plan.sequences
-    assert [row.position for row in part.rows] == [1, 2, 3]
-    assert [row.output_token_ids for row in part.rows] == [(first,), (first, 3), (first, 3, 4)]
-    assert [row.prompt_token_ids for row in part.rows] == [(1, 1)] * 3
-    assert [row.masked_token_ids for row in part.rows] == [(5,), (5,), ()]
-    engine.finish()
-    engine.abort(0)
-    engine.assert_idle()
-
-
-def test_only_what_decodes_takes_drafts() -> None:
-    engine = SchedulerDriver(8, 4, max_num_batched_tokens=4)
-    record = engine.add(prompt(7), max_tokens=3)
-    engine.scheduler.draft(0, [1])
-    engine.scheduler.draft(99, [1])
-    engine.step()
-    assert not record.output, "a prompt in chunks"
-    engine.scheduler.draft(0, [1])
-    assert record.sequence.draft_token_ids == ()
-    settle(engine)
-
-
 def test_the_last_token_of_a_prompt_is_no_decode() -> None:
     engine = SchedulerDriver(8, 4, max_num_batched_tokens=4)
     engine.add(prompt(5), max_tokens=3)
     engine.step()
     plan = engine.begin()
     assert parts(engine) == [(0, 4, 1)]
-    assert (plan.num_decodes, plan.num_decode_tokens) == (0, 0)
+    assert (plan.num_decodes, plan.num_prefill_tokens) == (0, plan.num_tokens)
     engine.finish()
     plan = engine.begin()
-    assert (plan.num_decodes, plan.num_decode_tokens) == (1, 1)
+    assert (plan.num_decodes, plan.num_prefill_tokens) == (1, 0)
     engine.finish()
     settle(engine)

@@ -78,12 +78,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = sorted(self.engine.scheduler.sequences) or sorted(self.engine.records)
         self.engine.abort(data.draw(st.sampled_from(live)))
 
-    @precondition(lambda self: self.engine.scheduler.sequences)
-    @rule(data=st.data(), num_right=st.integers(0, 4), wrong=st.lists(st.integers(0, 6), max_size=3))
-    def draft(self, data: st.DataObject, num_right: int, wrong: list[int]) -> None:
-        """Drafts for any sequence, in a step or not: only those that decode take drafts."""
-        self.engine.draft(data.draw(st.sampled_from(sorted(self.engine.scheduler.sequences))), num_right, wrong)
-
     @rule(num_blocks=st.integers(1, 6))
     def take_foreign(self, num_blocks: int) -> None:
         self.engine.take_foreign(num_blocks)
