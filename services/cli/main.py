@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     failure = EXIT_NO_ANSWER if arguments and arguments[0] in _ANSWERS_BY_STATUS else EXIT_FAILURE
     _prepare_streams()
-    message = ""
+    message, is_of_unnamed = "", False
     try:
         status = _dispatch(arguments)
     except SystemExit as exit_:  # argparse raises it after --help
@@ -79,15 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BatonError as error:
         status, message = failure, str(error)
     except OSError as error:
-        status, message = failure, f"{error}{_advice(error)}"
+        status, message, is_of_unnamed = failure, f"{error}{_advice(error)}", error.filename is None
     except Exception as error:  # the error boundary: a person reads this
         if os.environ.get("BATON_DEBUG"):
             traceback.print_exc()
         status, message = failure, f"{type(error).__name__}: {error} (set BATON_DEBUG=1 for the whole story)"
-    unprinted = _flush()
+    unprinted = _unprinted(end="\n" if is_of_unnamed else "")
     if unprinted is not None:
         status = status or failure
-        message = message if isinstance(unprinted, BrokenPipeError) else f"standard output: {unprinted.strerror}"
+        if not isinstance(unprinted, BrokenPipeError) and (is_of_unnamed or not message):
+            message = f"standard output: {unprinted.strerror}"
     if message:
         _print_error(arguments, message)
     return status
@@ -114,11 +115,11 @@ def _advice(error: OSError) -> str:
     return ""
 
 
-def _flush() -> OSError | None:
-    """Writes what was printed. Returns why it cannot be; it is dropped then, or the interpreter's last flush would fail
-    as well."""
+def _unprinted(end: str) -> OSError | None:
+    """Writes what was printed, and `end`, by which one learns whether what failed was standard output. Returns why it
+    cannot be; it is dropped then, or the interpreter's last flush would fail as well."""
     try:
-        sys.stdout.flush()
+        print(end=end, flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error

@@ -23,9 +23,9 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Says:
     monkeypatch.setitem(sys.modules, "say", module)
     monkeypatch.setitem(command_line.COMMANDS, "say", ("say", "prints"))
 
-    def decide(text: str, *, flush: bool = False) -> None:
+    def decide(text: str) -> None:
         def main(arguments: list[str], prog: str) -> int:
-            print(text, flush=flush)
+            print(text)
             return 0
 
         module.main = main  # type: ignore[attr-defined]
@@ -34,12 +34,17 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Says:
 
 
 @pytest.mark.parametrize("arguments", [["say"], ["--version"], ["--help"], ["models", "list", "--help"]])
-@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("is_buffered", [False, True])
 def test_a_full_disk_below_standard_output_is_one_line(
-    arguments: list[str], flush: bool, says: Says, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    is_buffered: bool,
+    says: Says,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    says("an answer", flush=flush)
-    with open("/dev/full", "w") as full:
+    says("an answer")
+    raw = open("/dev/full", "wb", buffering=-1 if is_buffered else 0)
+    with io.TextIOWrapper(raw, write_through=not is_buffered) as full:  # type: ignore[type-var]
         monkeypatch.setattr(sys, "stdout", full)
         assert command_line.main(arguments) == command_line.EXIT_FAILURE
         full.flush()  # as the interpreter does at its end
