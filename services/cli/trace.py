@@ -125,7 +125,8 @@ def _write_page(args: argparse.Namespace, requests: Sequence[RecordedRequest]) -
         else:
             path = _written_for_this_user(text.encode(errors="backslashreplace"))
     except OSError as error:
-        raise ConfigError(f"--html: the page cannot be written: {error.filename}: {error.strerror}") from error
+        where = error.filename or args.html or tempfile.gettempdir()  # a full disk's error names no file
+        raise ConfigError(f"--html: the page cannot be written: {where}: {error.strerror}") from error
     print(printable(str(path)))
     if args.open and not webbrowser.open(path.as_uri()):
         print("no browser could be opened here; open that file in one", file=sys.stderr)

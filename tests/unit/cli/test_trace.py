@@ -230,6 +230,13 @@ def test_lines_that_a_full_disk_has_torn_are_left_out(tracers, tmp_path, capsys)
     assert len(read_trace(path)) == 1
 
 
+def test_a_page_that_finds_its_disk_full_says_which_file_it_was(tracers, tmp_path, capsys):
+    record(tracers, "req-1", 100.0)
+    close(tracers)
+    assert main(["trace", str(tmp_path / "trace.jsonl"), "--html", "/dev/full"]) != 0
+    assert "--html: the page cannot be written: /dev/full: No space left on device" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
