@@ -62,7 +62,7 @@ class TraceFileExporter(SpanExporter):
         try:
             reason = "" if os.write(self._fd, line) == len(line) else os.strerror(errno.ENOSPC)
         except OSError as error:
-            reason = error.strerror
+            reason = str(error.strerror)
         if reason:
             if not self._num_lost:
                 logger.error("trace file %s: %s; spans are lost until it can be written again", self._path, reason)

@@ -43,8 +43,8 @@ def test_a_full_disk_below_standard_output_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     says("an answer")
-    raw = open("/dev/full", "wb", buffering=-1 if is_buffered else 0)
-    with io.TextIOWrapper(raw, write_through=not is_buffered) as full:  # type: ignore[type-var]
+    with open("/dev/full", "wb", buffering=-1 if is_buffered else 0) as raw:
+        full = io.TextIOWrapper(raw, write_through=not is_buffered)  # type: ignore[type-var]
         monkeypatch.setattr(sys, "stdout", full)
         assert command_line.main(arguments) == command_line.EXIT_FAILURE
         full.flush()  # as the interpreter does at its end
