@@ -109,9 +109,11 @@ def _prepare_streams() -> None:
 
 
 def _advice(error: OSError) -> str:
-    with contextlib.suppress(ConfigError):  # there is no home
-        if error.errno in _UNWRITABLE and Path(str(error.filename or "")).is_relative_to(baton_home()):
-            return "; set BATON_HOME to a folder that can be written"
+    if error.errno in _UNWRITABLE and error.filename:
+        with contextlib.suppress(ConfigError):  # there is no home
+            path, home = Path(str(error.filename)), baton_home()
+            if path.is_relative_to(home) or home.is_relative_to(path):  # it could not be made in a folder above it
+                return "; set BATON_HOME to a folder that can be written"
     return ""
 
 

@@ -43,3 +43,18 @@ def test_an_error_of_the_system_is_told_there_too(
     monkeypatch.setattr(command_line, "_dispatch", fails)
     assert command_line.main(["models"]) == command_line.EXIT_FAILURE
     assert capsys.readouterr().err == "baton models: error: [Errno 13] Permission denied: '/etc/x'\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "is_home"), [("/h/.cache", True), ("/h/.cache/baton/models", True), ("/h/other", False), (None, False)]
+)
+def test_a_home_that_cannot_be_written_or_made_is_told_with_what_to_set(
+    path: str | None, is_home: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(arguments: list[str]) -> int:
+        raise OSError(30, "Read-only file system", path)
+
+    monkeypatch.setenv("BATON_HOME", "/h/.cache/baton")
+    monkeypatch.setattr(command_line, "_dispatch", fails)
+    assert command_line.main(["models"]) == command_line.EXIT_FAILURE
+    assert ("set BATON_HOME" in capsys.readouterr().err) == is_home
