@@ -50,7 +50,7 @@ PIP_INSTALL = $(PATIENTLY) $(BIN)/python -m pip install --disable-pip-version-ch
 # Exits with 3 if it is too old; whatever cannot be run exits with something else.
 IS_NEW_ENOUGH := 'import sys; sys.exit(3 * (sys.version_info < (3, 11)))'
 
-.PHONY: help install model protos format lint types contracts test test-all proof faults sim soak demo bench loadgen clients vllm test-vllm wheel release clean
+.PHONY: help install packages kernels model protos format lint types contracts test test-all proof faults sim soak demo bench loadgen clients vllm test-vllm wheel release clean
 
 help:
 	@sed -n '2,14s/^#   //p' $(MAKEFILE_LIST)
@@ -70,8 +70,15 @@ $(INSTALLED): pyproject.toml client/pyproject.toml requirements/constraints.txt 
 		echo "$(VENV) $$what. Remove it, and it is made anew: rm -r $(VENV)" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) scripts/patiently.py $(PYTHON) -m venv $(VENV)
 # Of what is installed little is ever imported: that is compiled then, and not all of it here, which took 40 s.
-	$(PIP_INSTALL) --editable '.[worker]'
+# Beside pip, which keeps one core busy at most, the kernels are compiled if a compiler is there; `install` says so.
+	$(MAKE) --no-print-directory -j 2 packages kernels
 	touch $@
+
+packages:
+	$(PIP_INSTALL) --editable '.[worker]'
+
+kernels:
+	@$(PYTHON) -m services.engine.native.build >/dev/null 2>&1 || true
 
 $(DEVELOPS): $(INSTALLED)
 	$(PIP_INSTALL) --editable '.[dev]'

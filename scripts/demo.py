@@ -100,9 +100,9 @@ def run(start_s: float) -> dict[str, Any]:
         cluster.stop()
     finally:
         cluster.kill()
-    facts = {prompt.request_id: show(prompt) for prompt in PROMPTS}
-    check_document(facts[DOCUMENT_ID])
-    return facts[DOCUMENT_ID]
+    document = show()
+    check_document(document)
+    return document
 
 
 class Cluster:
@@ -172,13 +172,17 @@ def ask(target: str, prompt: Prompt) -> None:
         raise DemoFailed(f"{prompt.request_id} was not answered (exit status {process.returncode})")
 
 
-def show(prompt: Prompt) -> dict[str, Any]:
-    """Prints the request's breakdown, and returns it as data."""
-    heading(f"where {prompt.request_id} spent its time")
-    trace = [*BATON, "trace", str(TRACE_FILE), "--request", prompt.request_id]
-    if subprocess.run(trace, check=False).returncode != 0:
-        raise DemoFailed(f"{prompt.request_id} has no trace")
-    facts: dict[str, Any] = json.loads(subprocess.run([*trace, "--json"], stdout=subprocess.PIPE, check=True).stdout)
+def show() -> dict[str, Any]:
+    """Prints the requests' breakdowns, and returns the long document's as data."""
+    heading("where each request spent its time")
+    trace = [*BATON, "trace", str(TRACE_FILE)]
+    chosen = [word for prompt in PROMPTS for word in ("--request", prompt.request_id)]
+    document = [*trace, "--request", DOCUMENT_ID, "--json"]
+    try:
+        subprocess.run([*trace, *chosen], check=True)
+        facts: dict[str, Any] = json.loads(subprocess.run(document, stdout=subprocess.PIPE, check=True).stdout)
+    except subprocess.CalledProcessError:
+        raise DemoFailed(f"a request has no trace in {TRACE_FILE.name}") from None
     return facts
 
 

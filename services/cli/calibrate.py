@@ -109,7 +109,7 @@ def _measured(
     from tqdm import tqdm
 
     target, within_s = config.measure, config.seconds
-    form = "{desc:<48}|{bar:20}| {n:.0f} of {total:.0f} s"
+    form = "{desc:<44}|{bar}| {n:.0f} of {total:.0f} s"
     try:
         with tqdm(total=within_s, bar_format=form, disable=None) as bar:
             told = ""

@@ -93,6 +93,8 @@ class Conversation:
                 return
             except KeyboardInterrupt:
                 print("\n(Ctrl-D or /exit leaves)")
+            except UnicodeError:
+                print("(that line is not UTF-8)")
 
     def obey(self, line: str) -> str:
         """Does what a line that begins with a slash says, and returns what there is to say of it."""
@@ -138,16 +140,10 @@ class Conversation:
     def _turn(self, line: str) -> None:
         """Asks one question and prints the answer.
 
-        What was answered stays in the conversation, even if it was cancelled.
+        What was answered stays in the conversation, even if it was cancelled or has failed.
         """
         self._add("user", line)
-        answer = ""
-        try:
-            answer = self._answer()
-        except CallFailed as error:
-            told = explain(error, self._arguments.target, has_tls=bool(self._arguments.tls_ca))
-            print(f"error: {printable(str(told))}", file=sys.stderr)
-        if answer:
+        if answer := self._answer():
             self._add("assistant", answer)
         else:
             self.messages.pop()  # as if the question had not been asked
@@ -169,6 +165,10 @@ class Conversation:
                 print(dimmed(printable(figures(completion))), file=sys.stderr)
         except KeyboardInterrupt:
             print(" (cancelled)")
+        except CallFailed as error:
+            told = explain(error, self._arguments.target, has_tls=bool(self._arguments.tls_ca))
+            print(end="\n" if text else "", flush=True)
+            print(f"error: {printable(str(told))}", file=sys.stderr)
         return text
 
     @property

@@ -113,8 +113,9 @@ def is_screen_wanted(log_level: str | None, environ: Mapping[str, str] = os.envi
 
 
 def announce(line: str) -> None:
-    """Prints one line on stdout at once. If its reader has gone, the cluster runs on without output."""
+    """Prints one line on stdout at once. If its reader has gone, or the disk of its file is full, the cluster runs on
+    without output."""
     try:
         print(line, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,6 +12,7 @@ from baton.v1 import control_pb2
 from services.cli.arguments import CONTROL_TIMEOUT_S, Parser, add_control
 from services.cli.client import control, tls_of
 from services.cli.tables import clip, table
+from services.core.errors import BatonError
 from services.core.printable import printable
 from services.router.policy import WhyComputed, WhyNot, WhySplit, WhyUnsplit
 from services.rpc.plain import plain
@@ -26,7 +27,12 @@ _PHASES = {"prefill": "prefill", "decode": "decode", "unsplit": "unsplit sequenc
 
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Shows why a recent request's workers were chosen, or what it waits for.")
-    parser.add_argument("--request", required=True, metavar="ID", help="the request's id, as its client gave it")
+    parser.add_argument(
+        "--request",
+        metavar="ID",
+        help="the request's id, as its client gave it, or as baton generate, x-request-id over HTTP and baton top "
+        "show it (default: the newest request)",
+    )
     add_control(parser, timeout_s=CONTROL_TIMEOUT_S)
     parser.add_argument(
         "--router", dest="target", default=argparse.SUPPRESS, metavar="HOST:PORT", help="the same as --target"
@@ -34,6 +40,11 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser.add_argument("--json", action="store_true", help="all that the router remembers of it, as JSON")
     arguments = parser.parse_args(argv)
     with control(arguments.target, arguments.cluster_token_file, tls_of(arguments)) as call:
+        if arguments.request is None:
+            listed = call("ListTimelines", control_pb2.ListTimelinesRequest(), arguments.timeout).timelines
+            if not listed:
+                raise BatonError(f"{arguments.target}: there has been no request yet")
+            arguments.request = max(listed, key=lambda each: each.number).request_id
         request = control_pb2.ExplainRequest(request_id=arguments.request)
         answer = plain(call("Explain", request, arguments.timeout))
     print(json.dumps(answer) if arguments.json else text(answer))

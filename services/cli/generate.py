@@ -204,17 +204,19 @@ def _read(events: Iterator[inference_pb2.GenerateStreamResponse], *, echo: bool)
     it arrives."""
     request_id, outputs = "", defaultdict[int, _Output](_Output)
     printer = AnswerPrinter()
-    for event in events:
-        if event.HasField("prompt_info"):
-            request_id = event.prompt_info.request_id
-        elif event.HasField("chunk"):
-            outputs[event.chunk.index].add(event.chunk)
-            if echo:
-                printer.chunk(event.chunk)
-        elif event.HasField("completion"):
-            outputs[event.completion.index].completion = event.completion
-    if echo:
-        print(flush=True)
+    try:
+        for event in events:
+            if event.HasField("prompt_info"):
+                request_id = event.prompt_info.request_id
+            elif event.HasField("chunk"):
+                outputs[event.chunk.index].add(event.chunk)
+                if echo:
+                    printer.chunk(event.chunk)
+            elif event.HasField("completion"):
+                outputs[event.completion.index].completion = event.completion
+    finally:
+        if echo and outputs:  # so that whatever is said of it stands in a line of its own
+            print(flush=True)
     first, *further = [outputs[index].as_data() for index in range(max(outputs, default=0) + 1)]
     answer = {"request_id": request_id, **first}
     return answer | ({"further": further} if further else {})

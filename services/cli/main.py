@@ -6,8 +6,10 @@ loaded only when it is called, so that `baton --help` answers at once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
+import io
 import os
 import sys
 import textwrap
@@ -31,8 +33,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("services.cli.run", "answer one prompt, with a cluster of its own if none runs"),
     "chat": ("services.cli.chat", "talk to the model"),
     "status": ("services.cli.status", "show the workers, their load and their blocks"),
-    "top": ("services.cli.top", "watch the workers, the pairs and the requests, live in the terminal"),
-    "slo": ("services.cli.slo", "show how many requests met the latency objectives, of a cluster or a trace file"),
+    "top": ("services.cli.top", "watch workers, pairs and requests, live in the terminal"),
+    "slo": ("services.cli.slo", "show how many requests met the latency objectives"),
     "explain": ("services.cli.explain", "show why a request was placed where it was, or what it waits for"),
     "drain": ("services.cli.drain", "take a worker out of service without losing a request"),
     "health": ("services.cli.health", "ask one process whether it serves (for container checks)"),
@@ -43,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "kv": ("services.cli.kv", "reckon how much memory KV takes, and how long it takes to move"),
     "keys": ("services.cli.keys", "make an API key for a tenant, or digest one for the tenants file"),
     "certs": ("services.cli.certs", "make a CA and certificates, to try TLS out with"),
-    "usage": ("services.cli.usage", "sum usage logs of routers by tenant and model: requests, tokens and cost"),
+    "usage": ("services.cli.usage", "sum usage logs of routers by tenant and model"),
     "models": ("services.cli.models", "list the models on this machine, or fetch one"),
 }
 
@@ -55,36 +57,75 @@ EXIT_NO_ANSWER = 3
 """What ends a command whose status 1 is an answer, before it has one: no router that could be asked, for example."""
 _ANSWERS_BY_STATUS = ("plan",)
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
+_STDERR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `baton ARGV` and returns the exit status. Never raises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     failure = EXIT_NO_ANSWER if arguments and arguments[0] in _ANSWERS_BY_STATUS else EXIT_FAILURE
+    _prepare_streams()
+    message, is_of_unnamed = "", False
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
     except SystemExit as exit_:  # argparse raises it after --help
-        return exit_.code if isinstance(exit_.code, int) else EXIT_FAILURE
+        status = exit_.code if isinstance(exit_.code, int) else EXIT_FAILURE
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of stdout has gone (`baton status | head -1`); this keeps the interpreter's last flush from failing
-        # too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return failure
+        status = EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout has gone: `baton status | head -1`
+        status = failure
     except ConfigError as error:
-        return _print_error(arguments, str(error), EXIT_USAGE)
+        status, message = EXIT_USAGE, str(error)
     except BatonError as error:
-        return _print_error(arguments, str(error), failure)
+        status, message = failure, str(error)
     except OSError as error:
-        is_at_home = error.errno in _UNWRITABLE and Path(error.filename or "").is_relative_to(baton_home())
-        hint = "; set BATON_HOME to a folder that can be written" if is_at_home else ""
-        return _print_error(arguments, f"{error}{hint}", failure)
+        status, message, is_of_unnamed = failure, f"{error}{_advice(error)}", error.filename is None
     except Exception as error:  # the error boundary: a person reads this
         if os.environ.get("BATON_DEBUG"):
             traceback.print_exc()
-        message = f"{type(error).__name__}: {error} (set BATON_DEBUG=1 for the whole story)"
-        return _print_error(arguments, message, failure)
+        status, message = failure, f"{type(error).__name__}: {error} (set BATON_DEBUG=1 for the whole story)"
+    unprinted = _unprinted(end="\n" if is_of_unnamed else "")
+    if unprinted is not None:
+        status = status or failure
+        if not isinstance(unprinted, BrokenPipeError) and (is_of_unnamed or not message):
+            message = f"standard output: {unprinted.strerror}"
+    if message:
+        _print_error(arguments, message)
+    return status
+
+
+def _prepare_streams() -> None:
+    """Opens /dev/null in the place of each standard stream that the caller has closed: the next file would get its
+    number. What standard output cannot encode is escaped, as it is on standard error."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdin, sys.stdout, sys.stderr = (
+        stream or open(os.devnull, mode)  # noqa: SIM115  open as long as the process
+        for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+    )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in _UNWRITABLE and error.filename:
+        with contextlib.suppress(ConfigError):  # there is no home
+            path, home = Path(str(error.filename)), baton_home()
+            if path.is_relative_to(home) or home.is_relative_to(path):  # it could not be made in a folder above it
+                return "; set BATON_HOME to a folder that can be written"
+    return ""
+
+
+def _unprinted(end: str) -> OSError | None:
+    """Writes what was printed, and `end`, by which one learns whether what failed was standard output. Returns why it
+    cannot be; it is dropped then, or the interpreter's last flush would fail as well."""
+    try:
+        print(end=end, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -105,7 +146,6 @@ def _dispatch(arguments: list[str]) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     module = importlib.import_module(COMMANDS[command][0])
     status: int = module.main(rest, f"baton {command}")
-    sys.stdout.flush()  # so that a broken pipe is noticed here, not after main
     return status
 
 
@@ -117,12 +157,12 @@ def _usage() -> str:
     )
 
 
-def _print_error(arguments: list[str], message: str, status: int) -> int:
+def _print_error(arguments: list[str], message: str) -> None:
     prog = f"baton {arguments[0]}" if arguments and arguments[0] in COMMANDS else "baton"
     # One line without control characters, whatever the message holds: it may come from a peer.
     line = printable(textwrap.shorten(message, width=2000, placeholder=" ..."))
-    print(f"{prog}: error: {line}", file=sys.stderr)
-    return status
+    with contextlib.suppress(OSError):  # a log on a full disk
+        print(f"{prog}: error: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

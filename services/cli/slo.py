@@ -31,10 +31,10 @@ MOST_TIMELINES = 4096
 """As many as a router tells of at once (`ControlService.ListTimelines`)."""
 
 _WORDS = {
-    "ttft": "first token (ttft)",
-    "tpot": "mean token after it (tpot)",
-    "itl": "longest between two (itl)",
-    "e2e": "whole request (e2e)",
+    "ttft": "first token",
+    "tpot": "mean later token",
+    "itl": "longest gap",
+    "e2e": "whole request",
 }
 
 
@@ -158,8 +158,7 @@ def text(source: str, observed: Observed) -> list[str]:
     lines = [f"{clip(source, 128)}  {_counted(len(observed.ended))} ended{live}"]
     if not observed.ended:
         return lines
-    percentiles = [f"p{percent} ms" for percent in PERCENTS]
-    rows = [["objective", "target ms", "of", "requests", "attained", "near", *percentiles]]
+    rows = [["objective", "target", "of", "count", "attained", "near", *(f"p{percent}" for percent in PERCENTS)]]
     for latency, groups in attainment_of(observed.ended, observed.objectives).items():
         for group in GROUPS:
             of = groups[group]
@@ -169,7 +168,7 @@ def text(source: str, observed: Observed) -> list[str]:
             figures = [f"{of.percentiles_ms[f'p{each}']:.1f}" if of.percentiles_ms else "-" for each in PERCENTS]
             shares = [_percent(num, of.num_counted) for num in (of.num_met, of.num_near)]
             rows.append([*named, group, str(of.num_counted), *shares, *figures])
-    return [*lines, "", *table(rows), "", "near: in time, with less than a fifth of the target to spare"]
+    return [*lines, "", *table(rows), "", "in ms; near: in time, with less than a fifth of the target to spare"]
 
 
 def _document(source: str, observed: Observed) -> dict[str, Any]:

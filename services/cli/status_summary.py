@@ -77,7 +77,8 @@ def summary(target: str, status: dict[str, Any], figures: LastMinute, wall_s: fl
     ]
     ready = "ready" if status["ready"] else "not ready"
     lines = [
-        f"{names}  {ready}{_up(status['up_ms'] / 1e3, wall_s)}{http_base(target, status)}",
+        f"{names}  {ready}{_up(status['up_ms'] / 1e3, wall_s)}",
+        *([f"HTTP     {base}"] if (base := http_base(target, status)) else []),
         f"requests   {running} running, {waiting} waiting",
         f"tokens/s   {figures.prompt_tokens_per_s:.1f} in, {figures.output_tokens_per_s:.1f} out  "
         f"(last {figures.seconds:.0f} s)",

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.cli.arguments import Parser
-from services.cli.tables import prints
+from services.cli.tables import columns, prints
 from services.cli.trace_breakdown import break_down
 from services.cli.trace_reader import RecordedRequest, read_requests
-from services.cli.trace_view import ASCII, UNICODE, Ink, request_list, request_view
+from services.cli.trace_view import ASCII, UNICODE, WIDTH, Ink, request_list, request_view
 from services.core.errors import ConfigError
 from services.core.home import baton_state
 from services.core.jaeger import A_WEB_ADDRESS, JAEGER_HELP, comparison_link, is_web_address, search_link, trace_link
@@ -97,7 +97,7 @@ def _print_text(args: argparse.Namespace, requests: Sequence[RecordedRequest]) -
 
 
 def _view(request: RecordedRequest, ink: Ink) -> list[str]:
-    lines, missing = request_view(request, ink), request.missing()
+    lines, missing = request_view(request, ink, columns(WIDTH)), request.missing()
     if missing:
         lines += ["", f"not there: {', '.join(missing)}; each process writes its own, a moment after the end"]
     return lines
@@ -125,7 +125,8 @@ def _write_page(args: argparse.Namespace, requests: Sequence[RecordedRequest]) -
         else:
             path = _written_for_this_user(text.encode(errors="backslashreplace"))
     except OSError as error:
-        raise ConfigError(f"--html: the page cannot be written: {error.filename}: {error.strerror}") from error
+        where = error.filename or args.html or tempfile.gettempdir()  # a full disk's error names no file
+        raise ConfigError(f"--html: the page cannot be written: {where}: {error.strerror}") from error
     print(printable(str(path)))
     if args.open and not webbrowser.open(path.as_uri()):
         print("no browser could be opened here; open that file in one", file=sys.stderr)

@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 from collections.abc import Sequence
 
-from services.cli.tables import size
+from services.cli.tables import clip, size, table
 from services.cli.trace_breakdown import Breakdown, FirstToken, SecondToken, break_down
 from services.cli.trace_reader import RecordedRequest, SpanRecord
 from services.rpc.names import Attr, Event, Span
@@ -35,16 +35,14 @@ ASCII = Ink("#", ".")
 
 def request_list(requests: Sequence[RecordedRequest]) -> list[str]:
     """Returns one line for each request, the latest last, below the headings."""
-    lines = [f"{'request':<28}{'started':<14}{'total ms':>10}{'ttft ms':>10}{'prompt':>8}{'output':>8}  result"]
+    rows = [("request", "started", "total ms", "ttft ms", "prompt", "output", "result")]
     for request in requests:
         ttft = break_down(request).first_token.total_ms
         prompt, output = (_root(request, name) for name in (Attr.INPUT_TOKENS, Attr.OUTPUT_TOKENS))
         total = request.root.duration_ms if request.root else None
-        lines.append(
-            f"{_clip(request.request_id, 27):<28}{_clock(request.start_ns):<14}{_ms(total):>10}{_ms(ttft):>10}"
-            f"{_known(prompt):>8}{_known(output):>8}  {_clip(_result(request), 20)}"
-        )
-    return lines
+        figures = (_ms(total), _ms(ttft), _known(prompt), _known(output))
+        rows.append((clip(request.request_id), _clock(request.start_ns), *figures, _clip(_result(request), 20)))
+    return table(rows)
 
 
 def request_view(

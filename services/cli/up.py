@@ -6,6 +6,7 @@ machine (plan.py), what the processes are (cluster.py), what the output looks li
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -53,6 +54,7 @@ from services.core.addresses import bare_host, is_loopback
 from services.core.config import DEFAULT_PORT, option, port_option
 from services.core.container import cpu_quota
 from services.core.errors import ConfigError
+from services.core.lifecycle import Lifecycle
 from services.core.listening import require_free
 from services.core.printable import printable
 from services.core.process_config import DrainConfig, ModelChoice, TraceConfig
@@ -147,7 +149,10 @@ class UpConfig(
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Starts a local cluster and keeps it running until Ctrl-C.")
     configuration.add_arguments(parser, UpConfig)
-    config = configuration.load(UpConfig, parser.parse_args(argv))
+    parser.add_argument("--lifeline-fd", type=int, help=argparse.SUPPRESS)  # given by `baton run`
+    arguments = parser.parse_args(argv)
+    Lifecycle(lifeline_fd=arguments.lifeline_fd).watch_lifeline()
+    config = configuration.load(UpConfig, arguments)
     roles = plan_workers(config.prefill, config.decode, config.mixed)
     if config.tenants:
         demand_private_keys(config.host, config.allow_plain_token or _has_public_tls(config))

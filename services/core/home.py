@@ -12,17 +12,13 @@ from services.core.errors import ConfigError
 def baton_home(environ: Mapping[str, str] | None = None) -> pathlib.Path:
     """Returns `$BATON_HOME`, else `baton` in the XDG cache directory. The directory need not exist yet.
 
-    Raises ConfigError if the variable names the home of a user who has none.
+    Raises ConfigError if it is in the home of a user who has none, as users of containers may.
     """
     environ = os.environ if environ is None else environ
     home, cache = environ.get("BATON_HOME", ""), environ.get("XDG_CACHE_HOME", "")
     if home:
-        try:
-            return pathlib.Path(home).expanduser().resolve()
-        except RuntimeError as error:
-            raise ConfigError(f"BATON_HOME: {home!r} is in no user's home: {error}") from error
-    root = pathlib.Path(cache) if cache.startswith("/") else pathlib.Path("~/.cache").expanduser()
-    return root / "baton"
+        return _expanded(home).resolve()
+    return _expanded(cache if cache.startswith("/") else "~/.cache") / "baton"
 
 
 def baton_state(environ: Mapping[str, str] | None = None) -> pathlib.Path:
@@ -32,4 +28,11 @@ def baton_state(environ: Mapping[str, str] | None = None) -> pathlib.Path:
     if environ.get("BATON_HOME", ""):
         return baton_home(environ)
     state = environ.get("XDG_STATE_HOME", "")
-    return (pathlib.Path(state) if state.startswith("/") else pathlib.Path("~/.local/state").expanduser()) / "baton"
+    return _expanded(state if state.startswith("/") else "~/.local/state") / "baton"
+
+
+def _expanded(path: str) -> pathlib.Path:
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"BATON_HOME: {path} is in no user's home; set it to a folder that can be written") from error

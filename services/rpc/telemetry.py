@@ -10,6 +10,7 @@ trace` does).
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import logging
 import os
@@ -240,19 +241,25 @@ class TraceFileExporter(SpanExporter):
         except OSError as error:
             raise ConfigError(f"--trace-file: cannot write {path}: {error.strerror}") from error
         self._path = path
+        self._num_lost = 0
+        """Spans since the last batch that was written."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         if self._fd is None:
             return SpanExportResult.FAILURE
         line = otlp_json(encode_spans(spans)).encode() + b"\n"
         try:
-            written = os.write(self._fd, line)
+            reason = "" if os.write(self._fd, line) == len(line) else os.strerror(errno.ENOSPC)
         except OSError as error:
-            logger.error("trace file %s: %s; %d spans lost", self._path, error.strerror, len(spans))
+            reason = str(error.strerror)
+        if reason:
+            if not self._num_lost:
+                logger.error("trace file %s: %s; spans are lost until it can be written again", self._path, reason)
+            self._num_lost += len(spans)
             return SpanExportResult.FAILURE
-        if written != len(line):  # the disk is full
-            logger.error("trace file %s: only part of a line was written; %d spans lost", self._path, len(spans))
-            return SpanExportResult.FAILURE
+        if self._num_lost:
+            logger.warning("trace file %s: can be written again; %d spans were lost", self._path, self._num_lost)
+            self._num_lost = 0
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:

@@ -35,6 +35,8 @@ _CHARACTERS_PER_TOKEN = 4
 """Of a conversation's text, about what tokenizers make of English."""
 _CHUNK_TOKENS = 16
 _PAUSE_S, _READING_S_PER_TOKEN = 20.0, 0.05
+_RECORDED = '{"resourceSpans"'
+"""Begins a line that `--trace-file` has written."""
 _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 Numbered = tuple[int, Any]
@@ -45,7 +47,8 @@ def read_trace(path: Path) -> list[TracedRequest]:
     """Returns the requests in the order of their arrival. Raises ValueError, which names the line, for a file of
     another format, for a request that cannot be, and for one that arrives before the one above it (where the lines are
     requests)."""
-    with open(path, newline="", encoding="utf-8-sig") as file:  # Excel puts a mark before the text
+    # Excel puts a mark before the text.
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
         requests = list(_json_requests(path, file) if path.suffix == ".jsonl" else _azure(path, file))
     if not requests:
         raise ValueError(f"{path} has no requests")
@@ -75,9 +78,9 @@ def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[Numbered]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line[max(0, line.rfind(_RECORDED)) :])  # a full disk may have torn what stands before it
         except (ValueError, RecursionError) as error:
-            if not line.endswith("\n") and line.startswith('{"resourceSpans"'):
+            if not line.endswith("\n") and line.startswith(_RECORDED):
                 return  # a process is still writing it
             reason = str(error)
             if isinstance(error, json.JSONDecodeError):  # whose own words count lines from this one on

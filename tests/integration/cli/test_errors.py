@@ -94,7 +94,7 @@ def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
             1,
             NOBODY,
         ),
-        (["explain"], 2, "the following arguments are required: --request"),
+        (["explain", "--target", NO_ONE], 1, NOBODY),
         (["explain", "--request", "r", "--router", "nowhere"], 2, "'nowhere' is not HOST:PORT"),
         (["explain", "--request", "r", "--target", NO_ONE], 1, NOBODY),
         (["health", "--target", NO_ONE, "--timeout", "0"], 2, "--timeout: "),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
+from collections.abc import Iterator
 from typing import cast
 
+import grpc
 import pytest
 
 from baton.v1 import inference_pb2, types_pb2
-from baton_client import Client
+from baton_client import CallFailed, Client
 from services.cli.chat import Conversation, dimmed, figures, greeting, make_parser
 
 
@@ -99,3 +103,39 @@ def test_the_first_line_says_which_model_and_how_to_leave() -> None:
     models = [inference_pb2.Model(id="own"), inference_pb2.Model(id="other")]
     assert greeting(models, None).startswith("own  /help lists commands, /exit or Ctrl-D leaves")
     assert greeting(models, "other").startswith("other  ")
+
+
+class FailingClient:
+    """Answers with one word, and then fails."""
+
+    @contextlib.contextmanager
+    def generate_stream(self, request: inference_pb2.GenerateRequest, *, timeout_s: float | None = None):
+        yield self._events()
+
+    def _events(self) -> Iterator[inference_pb2.GenerateStreamResponse]:
+        yield inference_pb2.GenerateStreamResponse(chunk=inference_pb2.Chunk(text="Because"))
+        raise CallFailed(grpc.StatusCode.INTERNAL, "the worker failed")
+
+
+def said(chat: Conversation, monkeypatch: pytest.MonkeyPatch, typed: bytes) -> list[tuple[str, str]]:
+    """Returns what is in the conversation when this was typed."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
+    chat.run()
+    return [(each.role, each.content) for each in chat.messages]
+
+
+def test_an_answer_that_fails_stays_and_the_error_has_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = Conversation(cast(Client, FailingClient()), make_parser("baton chat").parse_args([]))
+    assert said(chat, monkeypatch, b"Why?\n") == [("user", "Why?"), ("assistant", "Because")]
+    captured = capsys.readouterr()
+    assert captured.out == "> Because\n> \n"
+    assert captured.err.endswith("the worker failed\n")
+
+
+def test_a_line_that_is_no_text_is_told_and_the_conversation_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(conversation(), monkeypatch, b"\xff\n/help\n") == []
+    assert "not UTF-8" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -11,7 +12,7 @@ import pytest
 
 from baton.v1 import control_pb2, control_pb2_grpc
 from services.cli.explain import main, text
-from services.core.errors import BatonError, ConfigError
+from services.core.errors import BatonError
 from services.router.policy import WhyComputed, WhyNot, WhySplit, WhyUnsplit
 from services.rpc.plain import plain
 from tests.support.trusted import CLUSTER_TOKEN
@@ -219,6 +220,11 @@ def test_names_command_no_terminal_and_fill_no_screen() -> None:
 
 
 class Router(control_pb2_grpc.ControlServiceServicer):
+    timelines: Sequence[control_pb2.Timeline] = ()
+
+    async def ListTimelines(self, request: Any, context: Any) -> control_pb2.ListTimelinesResponse:
+        return control_pb2.ListTimelinesResponse(timelines=self.timelines)
+
     async def Explain(self, request: Any, context: Any) -> control_pb2.ExplainResponse:
         if dict(context.invocation_metadata()).get("authorization") is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
@@ -251,8 +257,18 @@ async def test_it_asks_the_router_that_is_named(
     assert [each["choices"][0]["verdict"]["decider"] for each in answer["requests"]] == ["only", "only"]
 
 
-async def test_an_unknown_request_and_none_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_request_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BatonError, match=r"^127.0.0.1:\d+: .*nothing is remembered of other"):
         await run(monkeypatch, "--request", "other")
-    with pytest.raises(ConfigError, match="--request"):
+
+
+async def test_without_an_id_it_is_the_newest_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = [(3, "live-for-long"), (7, "r"), (6, "ended-last")]
+    monkeypatch.setattr(Router, "timelines", [control_pb2.Timeline(number=n, request_id=name) for n, name in listed])
+    assert await run(monkeypatch) == 0
+    assert capsys.readouterr().out.startswith("request r ")
+    monkeypatch.setattr(Router, "timelines", [])
+    with pytest.raises(BatonError, match="there has been no request yet"):
         await run(monkeypatch)

@@ -94,3 +94,23 @@ def test_a_prompt_is_a_users_message_where_the_model_takes_messages(capsys: pyte
 def test_an_answer_ends_at_256_tokens_unless_told() -> None:
     assert asked().stopping.max_tokens == 256
     assert asked("--max-tokens", "3").stopping.max_tokens == 3
+
+
+@pytest.mark.parametrize(("before", "printed"), [(1, "word\n"), (0, "")])
+def test_what_ends_an_answer_early_is_told_in_a_line_of_its_own(
+    before: int, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(FakeClient):
+        @contextlib.contextmanager
+        def generate_stream(self, request: inference_pb2.GenerateRequest, *, timeout_s: float | None = None):
+            def events():
+                for _ in range(before):
+                    yield inference_pb2.GenerateStreamResponse(chunk=inference_pb2.Chunk(text="word"))
+                raise KeyboardInterrupt
+
+            yield events()
+
+    arguments = make_parser("baton generate").parse_args(["--prompt", "hi"])
+    with pytest.raises(KeyboardInterrupt):
+        answer_of(Failing([]), request_of(arguments), arguments)
+    assert capsys.readouterr().out == printed

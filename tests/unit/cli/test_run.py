@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -26,6 +27,7 @@ class Cluster:
         self.address, self.failure = address, failure
         self.asked: list[tuple[str, inference_pb2.GenerateRequest]] = []
         self.started: list[tuple[str, bool]] = []
+        self.up = SimpleNamespace(stdout=iter(["stopped\n"]), wait=lambda: 0)
         self._target = ""
         monkeypatch.setattr(run, "inference", self._inference)
         monkeypatch.setattr(run, "cluster", self._cluster)
@@ -43,7 +45,7 @@ class Cluster:
     def _cluster(self, model: str, *, stay: bool) -> Iterator[tuple[object, str]]:
         self.started.append((model, stay))
         self.address = OWN
-        yield None, OWN
+        yield self.up, OWN
         self.address = ""
 
     def list_models(self, *, timeout_s: float | None = None) -> list[inference_pb2.Model]:
@@ -82,6 +84,18 @@ def test_where_none_runs_one_is_started_for_the_model_and_ended(monkeypatch: pyt
     assert [target for target, _ in there.asked] == [OWN, OWN]
     assert not there.asked[1][1].HasField("model"), "its name is not that of the folder's path"
     assert not there.address
+
+
+def test_one_that_is_to_stay_does_until_it_ends_and_its_failure_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = Cluster(monkeypatch)
+    assert run.main(["Why?", "--stay"], "baton run") == 0
+    assert there.started == [(DEFAULT_MODEL, True)]
+    assert f"the cluster stays: baton chat --target {OWN}; Ctrl-C stops it\nstopped\n" in capsys.readouterr().err
+    there.up.wait = lambda: 1
+    with pytest.raises(BatonError, match="the cluster has failed"):
+        run.main(["Why?", "--stay"], "baton run")
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 
+import psutil
 import pytest
 
 from services.cli import run
 from services.core.errors import BatonError
+from tests.support import ROOT
+from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.process
 
@@ -41,3 +45,20 @@ def test_one_that_ends_before_it_is_ready_is_told() -> None:
     with pytest.raises(BatonError, match="the cluster has ended before it was ready"):
         with run.cluster("tiny", stay=True, program=program):
             pytest.fail("it is not there")
+
+
+def test_it_ends_with_whoever_has_started_it_also_if_that_is_killed() -> None:
+    program = (
+        "import os, sys; fd = int(sys.argv[sys.argv.index('--lifeline-fd') + 1]); "
+        "print('router', os.getpid()); print('ready', flush=True); os.read(fd, 1)"
+    )
+    starts = (
+        "import sys, time; from services.cli import run; run.resolve_model = lambda model: None\n"
+        f"with run.cluster('tiny', stay=False, program=(sys.executable, '-S', '-c', {program!r})) as (_, pid):\n"
+        "    print(pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", starts], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        cluster = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    cluster.wait(HANG_S)

@@ -63,8 +63,9 @@ def test_the_lines() -> None:
     figures = last_minute([request(NOW - 1, 30, 12, ttft_s=0.5, total_s=None)], NOW, up_s=125.0, most=1000)
     lines = summary("host:50052", plain(status), figures, wall_s=1e9)
     assert lines[0].startswith("tiny  ready, up since ")
-    assert lines[0].endswith(" (2 min)  http://host:8000/v1")
+    assert lines[0].endswith(" (2 min)")
     assert lines[1:] == [
+        "HTTP       http://host:8000/v1",
         "requests   5 running, 2 waiting",
         "tokens/s   0.5 in, 0.2 out  (last 60 s)",
         "TTFT       p50 500.0 ms, p95 500.0 ms  (1 request in the last 60 s)",
@@ -76,4 +77,4 @@ def test_the_lines() -> None:
         "ok         router, queue",
         "down       decode: 1 of 1 not ready",
     ]
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80

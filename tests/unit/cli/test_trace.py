@@ -14,6 +14,7 @@ from services.cli.trace_reader import read_requests
 from services.core.errors import NoWorker
 from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Tracer, configure_tracing
+from services.sim.trace_files import read_trace
 
 
 @pytest.fixture
@@ -217,6 +218,25 @@ def test_bars_are_ascii_where_the_terminal_is(tracers, tmp_path, capsys, monkeyp
     assert show(capsys, tmp_path / "trace.jsonl").isascii()
 
 
+def test_lines_that_a_full_disk_has_torn_are_left_out(tracers, tmp_path, capsys):
+    record(tracers, "req-1", 100.0)
+    close(tracers)
+    path = tmp_path / "trace.jsonl"
+    (first, *others) = path.read_bytes().splitlines(keepends=True)
+    torn = first[: len(first) // 2] + "é".encode()[:1]
+    path.write_bytes(b"".join([torn + first, *others, torn]))
+    assert "first token after" in show(capsys, path)
+    assert [request.request_id for request in read_requests(str(path))] == ["req-1"]
+    assert len(read_trace(path)) == 1
+
+
+def test_a_page_that_finds_its_disk_full_says_which_file_it_was(tracers, tmp_path, capsys):
+    record(tracers, "req-1", 100.0)
+    close(tracers)
+    assert main(["trace", str(tmp_path / "trace.jsonl"), "--html", "/dev/full"]) != 0
+    assert "--html: the page cannot be written: /dev/full: No space left on device" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
@@ -224,7 +244,7 @@ def test_bars_are_ascii_where_the_terminal_is(tracers, tmp_path, capsys, monkeyp
         ("", [], "no request in it yet"),
         ("not json\n", [], "line 1: not a line of OTLP JSON"),
         ('{"resourceSpans": [{"scopeSpans": [{"spans": [{}]}]}]}\n', [], "line 1: not a line of OTLP JSON"),
-        (b"\xff\xfe\xff\n", [], "it is not text"),
+        (b"\xff\xfe\xff\n", [], "line 1: not a line of OTLP JSON"),
     ],
 )
 def test_errors_are_one_line(tmp_path, capsys, content, arguments, message):

@@ -8,6 +8,7 @@ import http.server
 import json
 import logging
 import os
+import resource
 import socket
 import threading
 
@@ -15,12 +16,14 @@ import grpc
 import pytest
 from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
 from services.core.clock import epoch_ns
 from services.core.errors import ConfigError, NoWorker
 from services.rpc import names, telemetry, trace_export
 from services.rpc.telemetry import Tracer, configure_tracing
+from services.rpc.trace_file import TraceFileExporter
 from tests.support.patience import HANG_S
 
 Request = trace_service_pb2.ExportTraceServiceRequest
@@ -143,6 +146,27 @@ def test_several_tracers_share_one_file(tmp_path):
     lines = path.read_text().splitlines()
     total = sum(len(scope["spans"]) for line in lines for scope in json.loads(line)["resourceSpans"][0]["scopeSpans"])
     assert total == 400
+
+
+def test_a_full_disk_is_told_of_once_and_what_comes_later_is_written(tmp_path, caplog):
+    path = tmp_path / "trace.jsonl"
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(TraceFileExporter(str(path))))
+    tracer = provider.get_tracer("test")
+    tracer.start_span("before").end()
+    size, limits = path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size * 3 // 2, limits[1]))
+    try:
+        for _ in range(3):
+            tracer.start_span("lost").end()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == size * 3 // 2, "of the first that is lost there was room for a part"
+    tracer.start_span("after").end()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert "3 spans were lost" in caplog.text
+    assert path.read_text().endswith("\n")
+    assert '"after"' in path.read_text()
 
 
 def test_a_trace_file_that_cannot_be_written_is_a_config_error(tmp_path):
