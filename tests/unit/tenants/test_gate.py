@@ -247,6 +247,6 @@ async def test_who_asks_need_not_wait_for_the_next_look(file: TenantsFile) -> No
 def test_refusals_are_logged_once_a_second(file: TenantsFile, caplog: pytest.LogCaptureFixture) -> None:
     gate = gate_of(file)
     for _ in range(1000):
-        gate.log_refusal(InvalidKey("the API key is not valid"), "/v1/models", "203.0.113.7")
+        gate.log_refusal(InvalidKey("the API key is not valid"), "/v1/models", lambda: "203.0.113.7")
     (record,) = [each for each in caplog.records if "refused" in each.message]
     assert record.message == "refused /v1/models of 203.0.113.7: the API key is not valid"
