@@ -100,6 +100,17 @@ def test_what_cannot_be_used_changes_nothing(folder: Path, what: str, caplog: py
     assert re.search(message, caplog.records[-1].getMessage())
 
 
+def test_what_was_mended_and_is_wrong_again_is_told_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held, file = certificates(folder, "router"), folder / "router.pem"
+    right = file.read_bytes()
+    for _ in range(2):
+        for data in (b"", right):
+            file.write_bytes(data)
+            held.current()
+            held.current()
+    assert caplog.text.count("no certificate in PEM") == 2
+
+
 def test_want_of_descriptors_changes_nothing(folder: Path) -> None:
     held = certificates(folder, "router")
     before = held.current()

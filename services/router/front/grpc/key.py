@@ -70,5 +70,4 @@ def _address(peer: str) -> str:
 
 def _given(metadata: Iterable[tuple[str, str | bytes]] | None) -> list[str]:
     """Returns the values of the call's `authorization`."""
-    values = (value for key, value in metadata or () if key == KEY)
-    return [value if isinstance(value, str) else value.decode(errors="replace") for value in values]
+    return [str(value) for key, value in metadata or () if key == KEY]
