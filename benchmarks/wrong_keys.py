@@ -155,13 +155,13 @@ async def _by_grpc(port: int, key: str, number: int) -> None:
 async def _nothing_by_grpc(port: int, _: str, number: int) -> None:
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        call = channel.unary_unary("/baton.v1.InferenceService/Nothing")
+        call = channel.unary_unary("/baton.v1.NoService/Nothing")
         for _number in range(number):
             await call(b"").code()
 
 
 async def _nothing_by_http(port: int, key: str, number: int) -> None:
-    await _by_http(port, key, number, path="/v1/nothing")
+    await _by_http(port, key, number, path="/nothing")
 
 
 async def _by_http(port: int, key: str, number: int, path: str = "/v1/completions") -> None:

@@ -135,10 +135,11 @@ def control(target: str, token_file: str, tls: Tls | None = None) -> Iterator[Co
     """Yields `call(method name, request, timeout in seconds)` for the ControlService at a router's control port, which
     raises BatonError.
 
-    Calls carry the cluster token, or with a certificate none if there is none here. Raises as `connect` does;
-    ConfigError also without a token.
+    Calls carry the cluster token if there is one here: what it asks for, the router says. Raises as `connect` does;
+    ConfigError also if there is no token in the file that is named.
     """
-    metadata = _token_metadata(token_file, may_lack=tls is not None and bool(tls.certificates.serial))
+    token = cluster_token(token_file, make=False)
+    metadata = credentials(token) if token else ()
     if tls is not None:
         tls = Tls(tls.certificates, server_name(ROUTER))
     with connect(target, tls) as channel:
@@ -156,15 +157,6 @@ def control(target: str, token_file: str, tls: Tls | None = None) -> Iterator[Co
                 raise explain(from_rpc_error(error), target, tls is not None) from error
 
         yield call
-
-
-def _token_metadata(token_file: str, *, may_lack: bool) -> tuple[tuple[str, str], ...]:
-    try:
-        return credentials(cluster_token(token_file, make=False))
-    except ConfigError:
-        if token_file or not may_lack:
-            raise
-        return ()
 
 
 def explain(error: CallFailed, target: str, has_tls: bool) -> BatonError:
@@ -215,7 +207,7 @@ def _hint_of_tls(message: str, has_tls: bool) -> str:
     if _CLOSED_AT_ONCE not in message:
         return ""
     if has_tls:
-        return "it asks for another certificate: give --tls-cert and --tls-key of its CA that have not expired."
+        return "it asks for a certificate of its CA that has not expired: give --tls-cert and --tls-key."
     return "it may speak TLS: give --tls-ca (BATON_TLS_CA)."
 
 

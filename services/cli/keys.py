@@ -7,6 +7,7 @@ Never: the form of keys (`router/tenants/keys.py`), or where in the file an entr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import os
 import pathlib
@@ -56,11 +57,13 @@ def _add(arguments: argparse.Namespace, expires_unix_s: float | None) -> None:
     path = pathlib.Path(arguments.tenants).resolve()  # a link stays one
     origin = f"--tenants: {printable(str(path))}"
     try:
-        is_there = path.exists()
-        data = path.read_bytes() if is_there else b""
-        mode = stat.S_IMODE(path.stat().st_mode) if is_there else 0o600
+        before = path.stat() if path.exists() else None
+        data = path.read_bytes() if before else b""
         write_whole(path, with_key(data, origin, name, kept, _entry(kept, arguments.expires)))
-        path.chmod(mode)
+        if before:  # whoever could read it still can
+            with contextlib.suppress(PermissionError):  # only root gives files away
+                os.chown(path, before.st_uid, before.st_gid)
+            path.chmod(stat.S_IMODE(before.st_mode))
     except OSError as error:
         raise ConfigError(f"{origin}: {error.strerror}") from error
     print(key)

@@ -43,8 +43,8 @@ def cluster_token(path: str = "", environ: Mapping[str, str] | None = None, *, m
     """Returns the token from the file at `path`, else from the variable, else from the default file.
 
     A file that does not exist is made, readable by its owner only; if several processes start at once, one makes it and
-    all get the same token. Without `make` no file is made. Raises ConfigError, which names the flag or the variable and
-    says what to do; its message never shows the token.
+    all get the same token. Without `make` no file is made, and the token is empty if there is no default file. Raises
+    ConfigError, which names the flag or the variable and says what to do; its message never shows the token.
     """
     environ = os.environ if environ is None else environ
     if not path and VARIABLE in environ:
@@ -57,11 +57,9 @@ def cluster_token(path: str = "", environ: Mapping[str, str] | None = None, *, m
         if not path:
             advice += ", or set BATON_HOME to a folder that can be written"
         raise ConfigError(f"{FLAG}: {file}: {error.strerror or error}; {advice}") from error
-    if token is None:
-        raise ConfigError(
-            f"{FLAG}: there is no {file}, which baton up makes; name the file that the router has, or set {VARIABLE}"
-        )
-    return token
+    if token is None and (make or path):
+        raise ConfigError(f"{FLAG}: there is no {file}; name the file that the router has, or set {VARIABLE}")
+    return token or ""
 
 
 def token_of_file(path: str, flag: str) -> str:

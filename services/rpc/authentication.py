@@ -112,7 +112,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     def _refusal(self, method: str, message: str, what: str) -> Handler:
         async def refuse(requests: Any, context: Any) -> AsyncIterator[Any]:
-            self._refusals.log_refusal(context.peer(), method, what)
+            self._refusals.log_refusal(context.peer, method, what)
             raise Unauthenticated(message)
             yield  # makes this an async generator: a stream handler can end every kind of RPC
 
@@ -150,7 +150,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         role = role_of(context.auth_context())
         if role not in allowed:
             has = f"a certificate of role {printable(role)}" if role else "no certificate that names a role"
-            self._refusals.log_refusal(context.peer(), method, has)
+            self._refusals.log_refusal(context.peer, method, has)
             may = " or ".join(sorted(allowed)) or "nobody"
             raise Unauthenticated(f"{method} is for {may}, by certificate ({identity('ROLE')}); the call has {has}")
 
@@ -194,11 +194,12 @@ class RefusalLog:
         self._num_unlogged = 0
         self._next_s = 0.0
 
-    def log_refusal(self, peer: str, method: str, what: str) -> None:
+    def log_refusal(self, peer: Callable[[], str], method: str, what: str) -> None:
+        """Logs a refusal, or counts it for the next line. `peer` returns whose call it was, for a line."""
         now = time.monotonic()
         if now < self._next_s:
             self._num_unlogged += 1
             return
         more = f" ({self._num_unlogged} more before)" if self._num_unlogged else ""
-        self._log.warning("refused %s of %s: %s%s", method, peer, what, more)
+        self._log.warning("refused %s of %s: %s%s", method, peer() or "an unknown peer", what, more)
         self._num_unlogged, self._next_s = 0, now + _LOG_EVERY_S

@@ -37,7 +37,6 @@ LOOK_EVERY_S = 1.0
 SOON_S = 7 * 86_400.0
 """A certificate that expires within this many seconds is warned of, once a day."""
 _DAY_S = 86_400.0
-_MOST_BYTES = 1 << 20
 
 _Stamps = tuple[FileStamp | None, ...]
 
@@ -71,7 +70,6 @@ class _Loaded:
     own: _Own | None
     authorities: bytes | None
     server: ssl.SSLContext | None
-    http: ssl.SSLContext | None
     peer: ssl.SSLContext | None
 
 
@@ -153,12 +151,6 @@ class Certificates:
         )
 
     # For sockets
-
-    def http_context(self) -> ssl.SSLContext:
-        """Returns a context as `server_context` does, for a server of HTTP."""
-        context = self.current().http
-        assert context is not None, "a server has a certificate"
-        return context
 
     def server_context(self) -> ssl.SSLContext:
         """Returns a context for a connection that is accepted now. Clients must show certificates if CAs were given."""
@@ -244,7 +236,6 @@ class Certificates:
                 own=own,
                 authorities=authorities,
                 server=None if own is None else _server_context(own, authorities),
-                http=None if own is None else _http_context(own, authorities),
                 peer=None if authorities is None else _peer_context(own, authorities),
             )
         except ConfigError:
@@ -299,16 +290,11 @@ def _server_context(own: _Own, authorities: bytes | None) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2 if authorities is None else ssl.TLSVersion.TLSv1_3
     context.options |= ssl.OP_NO_TICKET
     context.num_tickets = 0
+    context.set_alpn_protocols(["http/1.1"])  # only clients of HTTP say what they speak
     if authorities is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         _trust(context, authorities)
     _give(context, own)
-    return context
-
-
-def _http_context(own: _Own, authorities: bytes | None) -> ssl.SSLContext:
-    context = _server_context(own, authorities)
-    context.set_alpn_protocols(["http/1.1"])
     return context
 
 
@@ -354,11 +340,8 @@ def _read(file: str, flag: str, *, is_secret: bool = False) -> bytes:
             if is_secret:
                 require_private(fd, file, flag, "key")
             with open(fd, "rb", closefd=False) as stream:
-                data = stream.read(_MOST_BYTES + 1)
+                return stream.read()
         finally:
             os.close(fd)
     except OSError as error:
         raise ConfigError(f"{origin}: {error.strerror or error}") from error
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(f"{origin}: it has more than {_MOST_BYTES} bytes")
-    return data

@@ -160,7 +160,10 @@ class Console:
         if given is None or not self._token or not hmac.compare_digest(given.encode(), self._token.encode()):
             return RedirectResponse("/?refused", 303, _HEADERS)
         answer = RedirectResponse("/", 303, _HEADERS)
-        answer.set_cookie(COOKIE, self._pass, max_age=_LOGIN_SECONDS, path="/", httponly=True, samesite="strict")
+        secure = request.url.scheme == "https"  # else a browser sends it in the clear too, to the host's other ports
+        answer.set_cookie(
+            COOKIE, self._pass, max_age=_LOGIN_SECONDS, path="/", secure=secure, httponly=True, samesite="strict"
+        )
         return answer
 
     # What is there

@@ -22,7 +22,7 @@ from services.core.file_stamps import FileStamp, stamp_of
 from services.core.printable import printable
 from services.router.tenants.keys import KeyRing
 from services.router.tenants.tenant import OPEN, Quota, Tenant
-from services.router.tenants.tenants_file import MOST_BYTES, read_tenants
+from services.router.tenants.tenants_file import read_tenants
 from services.rpc.authentication import RefusalLog
 
 log = logging.getLogger(__name__)
@@ -123,9 +123,9 @@ class Gate:
             raise InvalidKey("several authorizations were given; there may be one")
         return self._keys.tenant_of(authorization[0] if authorization else "", self._wall_s())
 
-    def log_refusal(self, error: InvalidKey, method: str, peer: str) -> None:
-        """Writes a line to the log, once a second at most."""
-        self._refusals.log_refusal(peer or "an unknown peer", method, str(error))
+    def log_refusal(self, error: InvalidKey, method: str, peer: Callable[[], str]) -> None:
+        """Writes a line to the log, once a second at most. `peer` returns whose call it was."""
+        self._refusals.log_refusal(peer, printable(method[:64]), str(error))
 
     @contextlib.contextmanager
     def party(self, tenant: Tenant, num_requests: int) -> Iterator[Party]:
@@ -249,7 +249,7 @@ def _read(file: str) -> tuple[dict[str, Tenant], KeyRing]:
                 raise ConfigError(f"{origin}: it is not a regular file")
             if mode & stat.S_IWOTH and not os.fstatvfs(fd).f_flag & os.ST_RDONLY:
                 raise ConfigError(f"{origin}: everybody may write it, and so let themselves in: chmod o-w it")
-            data = opened.read(MOST_BYTES + 1)
+            data = opened.read()
     except OSError as error:
         raise ConfigError(f"{origin}: {error.strerror}") from error
     tenants = read_tenants(data, origin)

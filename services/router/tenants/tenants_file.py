@@ -22,17 +22,11 @@ from services.core.printable import printable
 from services.router.tenants.keys import ID_FORM
 from services.router.tenants.tenant import PRIORITIES, ApiKey, Tenant, TenantLimits, TokenPrices
 
-MOST_BYTES = 64 << 20
-MOST_TENANTS = 100_000
-MOST_KEYS = 64
-"""The most keys of one tenant."""
-_MOST_MODELS = 256
 _MOST_RATE = 1_000_000
 _MOST_TOKENS = 1_000_000_000_000
 _MOST_LENGTH = (1 << 31) - 1
 _MOST_PRICE = 1_000_000.0
 _WEIGHTS = (0.001, 1000.0)
-_MOST_MODEL_CHARS = 256
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
 _A_NAME = "must have 1 to 64 of a-z 0-9 . _ - and begin with a letter or a digit"
@@ -54,7 +48,7 @@ def read_tenants(data: bytes, origin: str) -> dict[str, Tenant]:
     field = file.demand("tenants")
     file.end()
     tenants, ids = dict[str, Tenant](), dict[str, str]()
-    for name, each in field.entries("tenants", MOST_TENANTS):
+    for name, each in field.entries("tenants"):
         tenants[name] = _tenant(name, each, ids)
     if not tenants:
         raise field.error("has no tenant: nobody could use the router")
@@ -133,20 +127,16 @@ class _Field:
     def time(self) -> float:
         return expiry(self.text(), self.place)
 
-    def items(self, what: str, most: int) -> Iterator[_Field]:
+    def items(self, what: str) -> Iterator[_Field]:
         if not isinstance(self.node, yaml.SequenceNode):
             raise self.error(f"must be a list of {what}")
-        if len(self.node.value) > most:
-            raise self.error(f"has {len(self.node.value)} {what}; at most {most} are allowed")
         for index, node in enumerate(self.node.value):
             yield _Field(node, self.origin, f"{self.path}[{index}]")
 
-    def entries(self, what: str, most: int) -> Iterator[tuple[str, _Field]]:
+    def entries(self, what: str) -> Iterator[tuple[str, _Field]]:
         """Yields names and what stands under them."""
         if not isinstance(self.node, yaml.MappingNode):
             raise self.error(f"must have {what} by their names")
-        if len(self.node.value) > most:
-            raise self.error(f"has {len(self.node.value)} {what}; at most {most} are allowed")
         for name, (line, node) in self.mapping().items():
             field = _Field(node, self.origin, f"{self.path}.{name}", line)
             if not _NAME.fullmatch(name):
@@ -210,8 +200,6 @@ class _Fields:
 
 def node_of(data: bytes, origin: str) -> yaml.Node:
     """Returns what the file has, whatever it means, with the lines where it stands. Raises ConfigError."""
-    if len(data) > MOST_BYTES:
-        raise ConfigError(f"{origin}: it has more than {MOST_BYTES} bytes")
     try:
         text = data.decode()
         node = yaml.compose(text, Loader=_LOADER)
@@ -249,7 +237,7 @@ def _tenant(name: str, field: _Field, ids: dict[str, str]) -> Tenant:
     fields.end()
     return Tenant(
         name,
-        keys=() if keys is None else tuple(_key(each, ids) for each in keys.items("keys", MOST_KEYS)),
+        keys=() if keys is None else tuple(_key(each, ids) for each in keys.items("keys")),
         limits=defaults.limits if limits is None else _limits(limits.fields()),
         models=None if models is None else _models(models),
         priorities=defaults.priorities if priority is None else _priorities(priority),
@@ -298,15 +286,10 @@ def _limits(fields: _Fields) -> TenantLimits:
 
 
 def _models(field: _Field) -> frozenset[str]:
-    models = []
-    for each in field.items("models", _MOST_MODELS):
-        name = each.text()
-        if len(name) > _MOST_MODEL_CHARS or not name.isprintable():
-            raise each.error(f"must be a printable name of at most {_MOST_MODEL_CHARS} characters")
-        models.append(name)
+    models = frozenset(each.text() for each in field.items("models"))
     if not models:
         raise field.error("has no model; leave it out to allow all")
-    return frozenset(models)
+    return models
 
 
 def _priorities(field: _Field) -> tuple[int, int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from baton.v1 import control_pb2
@@ -13,6 +15,7 @@ from services.router.config import RouterConfig
 from services.router.console import feed
 from services.router.console.routes import COOKIE, POLICY
 from services.rpc.plain import plain
+from tests.support.certificates import written
 from tests.support.cluster import read, request
 from tests.support.console_client import client, looks_counted, running, until, viewing
 from tests.support.patience import HANG_S
@@ -264,12 +267,26 @@ async def test_with_a_token_one_logs_in(model: str, tmp_path: Path) -> None:
         assert token not in cookie
         assert "HttpOnly" in cookie
         assert "samesite=strict" in cookie.lower()
+        assert "secure" not in cookie.lower(), "it would not come back without TLS"
         assert (await http.get("/console/requests/1")).status_code == 404, "logged in; there is no such request"
     async with running(model, console_token_file=str(file)) as cluster, client(cluster) as http:
         assert file.read_text().strip() == token
         for wrong in (token, cookie.split(";")[0].partition("=")[2]):
             answer = await http.get("/console/requests/1", headers={"cookie": f"{COOKIE}={wrong}"})
             assert answer.status_code == 401, "another start is another login"
+
+
+async def test_a_login_inside_tls_is_not_sent_outside_it(model: str, tmp_path: Path) -> None:
+    tls, file = written(tmp_path / "tls"), tmp_path / "console-token"
+    shown = {"public_tls_cert": str(tls / "router.pem"), "public_tls_key": str(tls / "router.key")}
+    async with running(model, console_token_file=str(file), **shown) as cluster:
+        base, trusted = (
+            f"https://127.0.0.1:{cluster.router.http_port}",
+            ssl.create_default_context(cafile=tls / "ca.pem"),
+        )
+        async with httpx2.AsyncClient(base_url=base, verify=trusted, timeout=20.0, trust_env=False) as http:
+            answer = await http.post("/console/login", data={"token": file.read_text().strip()})
+    assert "secure" in answer.headers["set-cookie"].lower()
 
 
 @pytest.mark.parametrize(

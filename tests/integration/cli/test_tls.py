@@ -128,8 +128,8 @@ async def test_who_may_not_is_told_why(
     for flags, told in (
         (shown(folder, "client"), "is for operator"),
         (shown(other, "operator"), "not of the CAs in --tls-ca"),
-        (mixed, "asks for another certificate"),
-        ([*shown(folder, "operator")[:1], f"--cluster-token-file={token}"], "asks for another certificate"),
+        (mixed, "asks for a certificate of its CA"),
+        ([*shown(folder, "operator")[:1], f"--cluster-token-file={token}"], "asks for a certificate of its CA"),
         (shown(folder, "operator")[:2], "--tls-key is missing"),
         (shown(folder, "operator")[1:], "--tls-ca is missing"),
     ):

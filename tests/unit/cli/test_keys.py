@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import io
+import os
 import re
 from pathlib import Path
 
@@ -85,6 +86,15 @@ def test_a_key_is_added_and_every_other_line_stays(file: Path, name: str, capsys
     assert file.stat().st_mode & 0o777 == 0o640
     if name == "shop":
         assert tenants[name].keys[0] == before[name].keys[0], "the old one opens until it is taken out"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
+def test_the_file_stays_its_owners(file: Path) -> None:
+    """Else a router of that user could not read it any more."""
+    file.write_text(BEFORE)
+    os.chown(file, 4711, 4712)
+    assert run("new", "shop", "--tenants", str(file)) == 0
+    assert (file.stat().st_uid, file.stat().st_gid) == (4711, 4712)
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,6 @@ def _encrypted(folder: Path) -> None:
     (folder / "router.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how))
 
 
-def _long(folder: Path) -> None:
-    (folder / "ca.pem").write_bytes(b"#" * ((1 << 20) + 1))
-
-
 def _strange_key(at: bytes, put: bytes) -> Callable[[Path], object]:
     """Returns what changes bytes of the certificate, whose own form stays right."""
 
@@ -75,7 +71,6 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "another's key": (_other_key, r"^--tls-key: .*not the key of --tls-cert"),
     "a key with a password": (_encrypted, r"^--tls-key: .*encrypted"),
     "a key for all": (lambda at: (at / "router.key").chmod(0o644), r"^--tls-key: other users may open .*chmod 600"),
-    "a megabyte": (_long, r"^--tls-ca: .*more than 1048576 bytes"),
     "an unknown curve": (_strange_key(b"\xce\x3d\x03\x01\x07", b"\xce\x3d\x03\x01\x63"), r"^--tls-cert, .*used: Curve"),
     "a point that is none": (
         _strange_key(b"\x03\x42\x00\x04", b"\x03\x42\x00\x09"),
@@ -103,6 +98,17 @@ def test_what_cannot_be_used_changes_nothing(folder: Path, what: str, caplog: py
     spoil(folder)
     assert held.current() is before
     assert re.search(message, caplog.records[-1].getMessage())
+
+
+def test_what_was_mended_and_is_wrong_again_is_told_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held, file = certificates(folder, "router"), folder / "router.pem"
+    right = file.read_bytes()
+    for _ in range(2):
+        for data in (b"", right):
+            file.write_bytes(data)
+            held.current()
+            held.current()
+    assert caplog.text.count("no certificate in PEM") == 2
 
 
 def test_want_of_descriptors_changes_nothing(folder: Path) -> None:

@@ -72,6 +72,14 @@ def test_a_named_file_comes_before_the_variable_and_that_before_the_default(tmp_
     assert not (tmp_path / "cluster-token").exists()
 
 
+def test_who_makes_none_has_none_but_from_a_file_that_is_named(tmp_path: Path) -> None:
+    environ = {"BATON_HOME": str(tmp_path / "home")}
+    assert cluster_token(environ=environ, make=False) == ""
+    with pytest.raises(ConfigError, match=r"^--cluster-token-file: there is no .*file; name the file"):
+        cluster_token(str(tmp_path / "file"), environ, make=False)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "bad", ["", "short", "x" * 257, "with space 123456", "with\nnewline123456", "ünïcode-123456789"]
 )

@@ -23,7 +23,7 @@ from services.core.clock import epoch_ns
 from services.core.errors import ConfigError, NoWorker
 from services.rpc import names, telemetry, trace_export
 from services.rpc.telemetry import Tracer, configure_tracing
-from services.rpc.trace_file import TraceFileExporter
+from services.rpc.telemetry import TraceFileExporter
 from tests.support.patience import HANG_S
 
 Request = trace_service_pb2.ExportTraceServiceRequest

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from services.core.errors import ConfigError, InvalidKey, QuotaExceeded
 from services.router.tenants import gate as gate_module
 from services.router.tenants.gate import Gate
 from services.router.tenants.tenant import OPEN
+from services.rpc import authentication
 from tests.support.patience import HANG_S
 from tests.support.tenants import TenantsFile
 
@@ -157,6 +159,28 @@ async def test_a_wrong_file_changes_nothing_and_is_told_once(
     assert name_of(gate, file, "acme") is None
 
 
+async def test_a_file_is_read_once_it_has_been_the_same_twice(
+    file: TenantsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then somebody may be writing it."""
+    gate, read = gate_of(file, poll_s=0.001), gate_module._read
+    looks, reads = list[str](), list[int]()
+
+    def stamp(path: str) -> int:
+        looks.append(path)
+        return min(len(looks), 5)
+
+    def noted(path: str) -> Any:
+        reads.append(len(looks))
+        return read(path)
+
+    monkeypatch.setattr(gate_module, "stamp_of", stamp)
+    monkeypatch.setattr(gate_module, "_read", noted)
+    async with watching(gate):
+        await until(lambda: len(looks) > 10)
+    assert reads == [6]
+
+
 async def test_a_request_that_comes_while_the_file_is_read_has_its_new_limits(file: TenantsFile) -> None:
     gate = gate_of(file)
     old = gate.tenant_of([file.headers("acme")["authorization"]])
@@ -247,6 +271,20 @@ async def test_who_asks_need_not_wait_for_the_next_look(file: TenantsFile) -> No
 def test_refusals_are_logged_once_a_second(file: TenantsFile, caplog: pytest.LogCaptureFixture) -> None:
     gate = gate_of(file)
     for _ in range(1000):
-        gate.log_refusal(InvalidKey("the API key is not valid"), "/v1/models", "203.0.113.7")
+        gate.log_refusal(InvalidKey("the API key is not valid"), "/v1/models", lambda: "203.0.113.7")
     (record,) = [each for each in caplog.records if "refused" in each.message]
     assert record.message == "refused /v1/models of 203.0.113.7: the API key is not valid"
+
+
+def test_a_line_says_how_many_refusals_have_none(
+    file: TenantsFile, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(authentication, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    gate = gate_of(file)
+    for second in range(3):
+        now[0] = 100.0 + second
+        for _ in range(3):
+            gate.log_refusal(InvalidKey("no"), "/v1/models", lambda: "")
+    lines = [each.message.partition(": ")[2] for each in caplog.records if "an unknown peer" in each.message]
+    assert lines == ["no", "no (2 more before)", "no (2 more before)"]

@@ -11,7 +11,6 @@ import grpc
 
 from services.core.addresses import bare_host, network_of
 from services.core.errors import InvalidKey
-from services.core.printable import printable
 from services.router.tenants.gate import Gate
 from services.router.tenants.tenant import Tenant
 from services.rpc import status
@@ -50,7 +49,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         error.__traceback__ = None  # its frames have the call's metadata
 
         async def refuse(requests: Any, context: CallContext) -> None:
-            self._gate.log_refusal(error, printable(method[:64]), _address(context.peer()))
+            self._gate.log_refusal(error, method, lambda: _address(context.peer()))
             status.end_as(context, _parts(str(error)))
 
         refuses: Handler = grpc.stream_stream_rpc_method_handler(refuse)  # it can end every kind of RPC
@@ -71,5 +70,4 @@ def _address(peer: str) -> str:
 
 def _given(metadata: Iterable[tuple[str, str | bytes]] | None) -> list[str]:
     """Returns the values of the call's `authorization`."""
-    values = (value for key, value in metadata or () if key == KEY)
-    return [value if isinstance(value, str) else value.decode(errors="replace") for value in values]
+    return [str(value) for key, value in metadata or () if key == KEY]

@@ -26,13 +26,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.v1 import control_pb2
 from services.core.addresses import bare_host, host_names
 from services.core.clock import Clock
-from services.core.errors import BatonError
+from services.core.errors import BatonError, InvalidKey, forget_frames
 from services.core.ids import new_request_id
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.front.call import ByteBudget
 from services.router.front.http import chat, completions
 from services.router.front.http.body import BodyLimits
-from services.router.front.http.generation import Generation, caller_of
+from services.router.front.http.generation import TENANT, Generation, caller_of
 from services.router.front.http.reply import REQUEST_ID, HttpError, http_error, plain_error, printable_header, refuse
 from services.router.front.http.responses.call import read_call as read_response_call
 from services.router.front.http.tokenise import Tokenisation, read_detokenize, read_tokenize
@@ -45,6 +45,8 @@ from services.rpc.prometheus import Rendering
 _COMPONENTS_S = 1.0
 _EXPOSED = (REQUEST_ID, "retry-after", "retry-after-ms")
 _REQUEST_ID = REQUEST_ID.encode()
+_NEEDS_KEY = ("/v1/", "/tokenize", "/detokenize")
+"""How the paths begin that only tenants may ask for, where there are any."""
 
 
 def guarded(app: ASGIApp, bound: str, *, hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> ASGIApp:
@@ -112,6 +114,26 @@ class _Guard:
         return None
 
 
+class _Keyed:
+    """Answers requests that need a key and have no valid one before they are routed: such a request costs less than one
+    for a path that is not there."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(_NEEDS_KEY):
+            try:
+                scope["state"][TENANT] = caller_of(self._gate, scope)
+            except InvalidKey as error:
+                answer = http_error(error)
+                forget_frames(error)
+                await refuse(send, answer)
+                return
+        await self._app(scope, receive, send)
+
+
 def make_app(
     intake: Intake,
     catalogue: Catalogue,
@@ -123,7 +145,7 @@ def make_app(
     keepalive_s: float = 0.0,
     *,
     clock: Clock,
-) -> Starlette:
+) -> ASGIApp:
     """Returns the application. `console` are the routes of the console, if there is one.
 
     Where callers need keys there are no metrics: they tell of all tenants, and have a port of their own.
@@ -153,7 +175,7 @@ def make_app(
         exception_handlers={HTTPException: _no_such_endpoint, BatonError: _failed, Exception: _failed},
     )
     app.router.redirect_slashes = False  # a redirect would contain the host as the client wrote it
-    return app
+    return _Keyed(app, gate)
 
 
 class _Small:
@@ -168,12 +190,12 @@ class _Small:
         """When the parts of the cluster were looked at last, and how they were."""
 
     async def models(self, request: Request) -> Response:
-        tenant = caller_of(self._gate, request.scope)
+        tenant = request.scope["state"][TENANT]
         models = [_model(model) for model in self._catalogue.all() if tenant.may_use(model.model_id)]
         return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
-        tenant = caller_of(self._gate, request.scope)
+        tenant = request.scope["state"][TENANT]
         return JSONResponse(_model(self._catalogue.get(request.path_params["model"], tenant)))
 
     async def health(self, request: Request) -> Response:

@@ -401,7 +401,7 @@ class BoundedConnection(asyncio.Protocol):
         if not self._all.open(self):
             transport.abort()
         elif self._certificates is not None:
-            upgrade = self._loop.start_tls(transport, self, self._certificates.http_context(), server_side=True)
+            upgrade = self._loop.start_tls(transport, self, self._certificates.server_context(), server_side=True)
             # It must take the transport over at once: a task would begin later, and uvloop reads when this returns.
             self._handshake = self._loop.create_task(
                 self._agree(_continued(upgrade, upgrade.send(None))), name="http tls"

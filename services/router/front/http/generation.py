@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from services.core.addresses import network_of
 from services.core.errors import BatonError, InvalidKey, InvalidRequest, forget_frames
-from services.core.printable import printable
 from services.router.answer import Answer
 from services.router.catalogue import Catalogue, ServedModel
 from services.router.front.call import ByteBudget, Call, Caller, Incoming, Together
@@ -148,13 +147,17 @@ _NUMBER = re.compile(r"[0-9]{1,64}(\.[0-9]{0,64})?([eE][+-]?[0-9]{1,4})?", re.AS
 """Python's float would also accept underscores, signs, blanks and words."""
 
 
+TENANT = "tenant"
+"""Name under which the state of a request's scope has its tenant: `app.py` sets it for each path that needs a key."""
+
+
 def caller_of(gate: Gate, scope: Scope) -> Tenant:
     """Returns the tenant whose key the request has. Raises InvalidKey."""
     try:
         return gate.tenant_of(Headers(scope=scope).getlist("authorization"))
     except InvalidKey as error:
         client = scope.get("client")
-        gate.log_refusal(error, printable(scope["path"][:64]), network_of(client[0]) if client else "")
+        gate.log_refusal(error, scope["path"], lambda: network_of(client[0]) if client else "")
         raise
 
 
@@ -193,8 +196,7 @@ class Generation:
             return
         try:
             with contextlib.ExitStack() as charges:
-                with self._intake.refusals():
-                    tenant = caller_of(self._gate, scope)
+                tenant = scope["state"][TENANT]
                 caller = Caller(tenant, headers.get("traceparent", ""), front="http")
                 with self._intake.refusals(caller=caller, request_id=request_id):
                     timeout_s = _timeout_s(headers)

@@ -21,7 +21,7 @@ from services.router.front.http.answers import Json
 from services.router.front.http.body import Body, BodyLimits, as_list, as_text, no_json, read_body
 from services.router.front.http.chat import read_messages
 from services.router.front.http.completions import read_ids
-from services.router.front.http.generation import caller_of, while_connected, with_client_names
+from services.router.front.http.generation import TENANT, while_connected, with_client_names
 from services.router.front.http.parameters import (
     OF_TEMPLATES,
     Neutral,
@@ -118,7 +118,7 @@ class Tokenisation:
             await reply.failed(refusal)
             return
         try:
-            tenant = caller_of(self._gate, scope)
+            tenant = scope["state"][TENANT]
             with self._gate.visit(tenant), self._budget.charge() as charge:
                 body = await read_body(receive, headers, self._limits, charge)
                 model = self._catalogue.get(body.text("model"), tenant)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import httpx2
 import pytest
+from prometheus_client import generate_latest
 
 from baton.v1 import inference_pb2
 from services.router.tenants.keys import new_key
@@ -46,6 +47,9 @@ async def test_many_wrong_keys_are_refused_over_both_fronts_and_hold_nobody_up(
         reply = await wrong(http)
         assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
         assert (await wrong_by_grpc(cluster)).code() is grpc.StatusCode.UNAUTHENTICATED
+    metrics = generate_latest(cluster.router._metrics.registry).decode()
+    counted = 'baton_requests_total{model="",outcome="invalid_api_key"} 0.0'
+    assert counted in metrics, "else who has no key could hide what share of requests fails"
     assert (await http.post(COMPLETIONS, json=BODY, headers=file.headers("acme"))).status_code == 200
     by_grpc = cluster.inference.ListModels(inference_pb2.ListModelsRequest(), metadata=file.metadata("acme"))
     assert (await by_grpc).models
