@@ -57,6 +57,7 @@ Without escapes by number: the library takes names of properties that are writte
 and would let `{"a":1,"\\u0061":"x"}` pass where `a` is an integer. Without coerced oneOf: an anyOf lets more pass.
 """
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"))
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _UNDER_A_MINUTE = {"date-time": "^.{17}[0-5]", "time": "^.{6}[0-5]"}
 """What texts of these formats match unless they have the second 60."""
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
@@ -100,8 +101,9 @@ def schema_text(field: str, schema: Any) -> str:
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
-def as_compiled(schema: Any) -> Any:
-    """Returns a schema as the library gets it: without the second 60 in times.
+def as_compiled(schema: Any, *, are_names: bool = False) -> Any:
+    """Returns a schema as the library gets it: without the second 60 in times. `are_names`: it is no schema but an
+    object of them by names.
 
     The library allows it in every minute, RFC 3339 in the last of a day alone, and `datetime` of Python in none.
     """
@@ -109,7 +111,12 @@ def as_compiled(schema: Any) -> Any:
         return [as_compiled(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {name: part if name in ("const", "enum") else as_compiled(part) for name, part in schema.items()}
+    made = {
+        name: part
+        if name in ("const", "enum") and not are_names
+        else as_compiled(part, are_names=name in _OF_NAMES and not are_names)
+        for name, part in schema.items()
+    }
     name = schema.get("format")
     if isinstance(name, str) and name in _UNDER_A_MINUTE:
         made["allOf"] = [*made.get("allOf", ()), {"pattern": _UNDER_A_MINUTE[name]}]
