@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xa7\x06\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x07 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12+\n\x08response\x18\x08 \x01(\x0b\x32\x19.baton.v1.ResponseOptions\x12\x15\n\x08priority\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x14\n\x07session\x18\n \x01(\tH\x04\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0b \x01(\tH\x05\x88\x01\x01\x12\x1c\n\x0ftruncate_prompt\x18\x0c \x01(\x08H\x06\x88\x01\x01\x12(\n\nconstraint\x18\r \x01(\x0b\x32\x14.baton.v1.Constraint\x12\x0e\n\x01n\x18\x0e \x01(\x05H\x07\x88\x01\x01\x12\x1d\n\x05tools\x18\x0f \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x10 \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x11 \x01(\x08H\x08\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x12 \x01(\x05H\t\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x13 \x01(\x08H\n\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_modelB\x0b\n\t_priorityB\n\n\x08_sessionB\r\n\x0b_cache_saltB\x12\n\x10_truncate_promptB\x04\n\x02_nB\x16\n\x14_parallel_tool_callsB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xb5\x01\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"\x8b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"d\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x19\n\x11parameters_schema\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"N\n\nToolChoice\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x12.baton.v1.ToolModeH\x00\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xd1\x02\n\x0fResponseOptions\x12\x15\n\x08logprobs\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x0e\x65\x63ho_token_ids\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x16\n\techo_text\x18\x05 \x01(\x08H\x04\x88\x01\x01\x12\x1e\n\x11include_stop_text\x18\x06 \x01(\x08H\x05\x88\x01\x01\x12\x15\n\x08progress\x18\x07 \x01(\x08H\x06\x88\x01\x01\x42\x0b\n\t_logprobsB\x11\n\x0f_echo_token_idsB\x16\n\x14_skip_special_tokensB\x12\n\x10_prompt_logprobsB\x0c\n\n_echo_textB\x14\n\x12_include_stop_textB\x0b\n\t_progress\"\x88\x01\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\x12\x15\n\rcached_tokens\x18\x04 \x01(\x05\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x16\n\x0eprefill_worker\x18\x06 \x01(\t\"b\n\x08Progress\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.baton.v1.ProgressState\x12\x15\n\x08position\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\n\n\x02of\x18\x03 \x01(\x05\x42\x0b\n\t_position\"\xa2\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\r\n\x05index\x18\x04 \x01(\x05\x12\x11\n\treasoning\x18\x05 \x01(\t\x12+\n\ntool_calls\x18\x06 \x03(\x0b\x32\x17.baton.v1.ToolCallDelta\"M\n\x0ePromptLogprobs\x12\x10\n\x08position\x18\x01 \x01(\x05\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\xef\x01\n\nCompletion\x12-\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\x05H\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\'\n\x07timings\x18\x05 \x01(\x0b\x32\x16.baton.v1.PhaseTimings\x12\"\n\x07workers\x18\x06 \x01(\x0b\x32\x11.baton.v1.Workers\x12\r\n\x05index\x18\x07 \x01(\x05\x42\x06\n\x04stop\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x15\n\routput_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\";\n\x07Workers\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07retries\x18\x03 \x01(\x05\"\xe5\x01\n\x10GenerateResponse\x12)\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x14.baton.v1.PromptInfo\x12\x1f\n\x06output\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Chunk\x12(\n\ncompletion\x18\x03 \x01(\x0b\x32\x14.baton.v1.Completion\x12(\n\x07\x66urther\x18\x04 \x03(\x0b\x32\x17.baton.v1.FurtherAnswer\x12\x31\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\"Z\n\rFurtherAnswer\x12\x1f\n\x06output\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Chunk\x12(\n\ncompletion\x18\x02 \x01(\x0b\x32\x14.baton.v1.Completion\"\xf9\x01\n\x16GenerateStreamResponse\x12+\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x14.baton.v1.PromptInfoH\x00\x12 \n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x0f.baton.v1.ChunkH\x00\x12*\n\ncompletion\x18\x03 \x01(\x0b\x32\x14.baton.v1.CompletionH\x00\x12\x33\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x12&\n\x08progress\x18\x05 \x01(\x0b\x32\x12.baton.v1.ProgressH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"h\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08*e\n\x08ToolMode\x12\x19\n\x15TOOL_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eTOOL_MODE_AUTO\x10\x01\x12\x12\n\x0eTOOL_MODE_NONE\x10\x02\x12\x16\n\x12TOOL_MODE_REQUIRED\x10\x03*\xa2\x01\n\rProgressState\x12\x1e\n\x1aPROGRESS_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15PROGRESS_STATE_QUEUED\x10\x01\x12\x1d\n\x19PROGRESS_STATE_PREFILLING\x10\x02\x12\x1a\n\x16PROGRESS_STATE_HANDOFF\x10\x03\x12\x1b\n\x17PROGRESS_STATE_DECODING\x10\x04\x32\xef\x01\n\x10InferenceService\x12\x41\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12O\n\x0eGenerateStream\x12\x19.baton.v1.GenerateRequest\x1a .baton.v1.GenerateStreamResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xa7\x06\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x05 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x08stopping\x18\x07 \x01(\x0b\x32\x18.baton.v1.StoppingParams\x12+\n\x08response\x18\x08 \x01(\x0b\x32\x19.baton.v1.ResponseOptions\x12\x15\n\x08priority\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x14\n\x07session\x18\n \x01(\tH\x04\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0b \x01(\tH\x05\x88\x01\x01\x12\x1c\n\x0ftruncate_prompt\x18\x0c \x01(\x08H\x06\x88\x01\x01\x12(\n\nconstraint\x18\r \x01(\x0b\x32\x14.baton.v1.Constraint\x12\x0e\n\x01n\x18\x0e \x01(\x05H\x07\x88\x01\x01\x12\x1d\n\x05tools\x18\x0f \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x10 \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x11 \x01(\x08H\x08\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x12 \x01(\x05H\t\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x13 \x01(\x08H\n\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_modelB\x0b\n\t_priorityB\n\n\x08_sessionB\r\n\x0b_cache_saltB\x12\n\x10_truncate_promptB\x04\n\x02_nB\x16\n\x14_parallel_tool_callsB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xb5\x01\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"\x8b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"d\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x19\n\x11parameters_schema\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"_\n\nToolChoice\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x12.baton.v1.ToolModeH\x00\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x12\x0f\n\x07\x61llowed\x18\x03 \x03(\tB\x08\n\x06\x63hoice\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xd1\x02\n\x0fResponseOptions\x12\x15\n\x08logprobs\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x0e\x65\x63ho_token_ids\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x16\n\techo_text\x18\x05 \x01(\x08H\x04\x88\x01\x01\x12\x1e\n\x11include_stop_text\x18\x06 \x01(\x08H\x05\x88\x01\x01\x12\x15\n\x08progress\x18\x07 \x01(\x08H\x06\x88\x01\x01\x42\x0b\n\t_logprobsB\x11\n\x0f_echo_token_idsB\x16\n\x14_skip_special_tokensB\x12\n\x10_prompt_logprobsB\x0c\n\n_echo_textB\x14\n\x12_include_stop_textB\x0b\n\t_progress\"\x88\x01\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\x12\x15\n\rcached_tokens\x18\x04 \x01(\x05\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x16\n\x0eprefill_worker\x18\x06 \x01(\t\"b\n\x08Progress\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.baton.v1.ProgressState\x12\x15\n\x08position\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\n\n\x02of\x18\x03 \x01(\x05\x42\x0b\n\t_position\"\xa2\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\r\n\x05index\x18\x04 \x01(\x05\x12\x11\n\treasoning\x18\x05 \x01(\t\x12+\n\ntool_calls\x18\x06 \x03(\x0b\x32\x17.baton.v1.ToolCallDelta\"M\n\x0ePromptLogprobs\x12\x10\n\x08position\x18\x01 \x01(\x05\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\xef\x01\n\nCompletion\x12-\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\x05H\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\'\n\x07timings\x18\x05 \x01(\x0b\x32\x16.baton.v1.PhaseTimings\x12\"\n\x07workers\x18\x06 \x01(\x0b\x32\x11.baton.v1.Workers\x12\r\n\x05index\x18\x07 \x01(\x05\x42\x06\n\x04stop\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x15\n\routput_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\";\n\x07Workers\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07retries\x18\x03 \x01(\x05\"\xe5\x01\n\x10GenerateResponse\x12)\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x14.baton.v1.PromptInfo\x12\x1f\n\x06output\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Chunk\x12(\n\ncompletion\x18\x03 \x01(\x0b\x32\x14.baton.v1.Completion\x12(\n\x07\x66urther\x18\x04 \x03(\x0b\x32\x17.baton.v1.FurtherAnswer\x12\x31\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\"Z\n\rFurtherAnswer\x12\x1f\n\x06output\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Chunk\x12(\n\ncompletion\x18\x02 \x01(\x0b\x32\x14.baton.v1.Completion\"\xf9\x01\n\x16GenerateStreamResponse\x12+\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x14.baton.v1.PromptInfoH\x00\x12 \n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x0f.baton.v1.ChunkH\x00\x12*\n\ncompletion\x18\x03 \x01(\x0b\x32\x14.baton.v1.CompletionH\x00\x12\x33\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x12&\n\x08progress\x18\x05 \x01(\x0b\x32\x12.baton.v1.ProgressH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"h\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08*e\n\x08ToolMode\x12\x19\n\x15TOOL_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eTOOL_MODE_AUTO\x10\x01\x12\x12\n\x0eTOOL_MODE_NONE\x10\x02\x12\x16\n\x12TOOL_MODE_REQUIRED\x10\x03*\xa2\x01\n\rProgressState\x12\x1e\n\x1aPROGRESS_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15PROGRESS_STATE_QUEUED\x10\x01\x12\x1d\n\x19PROGRESS_STATE_PREFILLING\x10\x02\x12\x1a\n\x16PROGRESS_STATE_HANDOFF\x10\x03\x12\x1b\n\x17PROGRESS_STATE_DECODING\x10\x04\x32\xef\x01\n\x10InferenceService\x12\x41\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12O\n\x0eGenerateStream\x12\x19.baton.v1.GenerateRequest\x1a .baton.v1.GenerateStreamResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLMODE']._serialized_start=3499
-  _globals['_TOOLMODE']._serialized_end=3600
-  _globals['_PROGRESSSTATE']._serialized_start=3603
-  _globals['_PROGRESSSTATE']._serialized_end=3765
+  _globals['_TOOLMODE']._serialized_start=3516
+  _globals['_TOOLMODE']._serialized_end=3617
+  _globals['_PROGRESSSTATE']._serialized_start=3620
+  _globals['_PROGRESSSTATE']._serialized_end=3782
   _globals['_GENERATEREQUEST']._serialized_start=61
   _globals['_GENERATEREQUEST']._serialized_end=868
   _globals['_TOKENIDS']._serialized_start=870
@@ -47,39 +47,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOL']._serialized_start=1221
   _globals['_TOOL']._serialized_end=1321
   _globals['_TOOLCHOICE']._serialized_start=1323
-  _globals['_TOOLCHOICE']._serialized_end=1401
-  _globals['_TOOLCALL']._serialized_start=1403
-  _globals['_TOOLCALL']._serialized_end=1458
-  _globals['_TOOLCALLDELTA']._serialized_start=1460
-  _globals['_TOOLCALLDELTA']._serialized_end=1535
-  _globals['_RESPONSEOPTIONS']._serialized_start=1538
-  _globals['_RESPONSEOPTIONS']._serialized_end=1875
-  _globals['_PROMPTINFO']._serialized_start=1878
-  _globals['_PROMPTINFO']._serialized_end=2014
-  _globals['_PROGRESS']._serialized_start=2016
-  _globals['_PROGRESS']._serialized_end=2114
-  _globals['_CHUNK']._serialized_start=2117
-  _globals['_CHUNK']._serialized_end=2279
-  _globals['_PROMPTLOGPROBS']._serialized_start=2281
-  _globals['_PROMPTLOGPROBS']._serialized_end=2358
-  _globals['_COMPLETION']._serialized_start=2361
-  _globals['_COMPLETION']._serialized_end=2600
-  _globals['_USAGE']._serialized_start=2602
-  _globals['_USAGE']._serialized_end=2678
-  _globals['_WORKERS']._serialized_start=2680
-  _globals['_WORKERS']._serialized_end=2739
-  _globals['_GENERATERESPONSE']._serialized_start=2742
-  _globals['_GENERATERESPONSE']._serialized_end=2971
-  _globals['_FURTHERANSWER']._serialized_start=2973
-  _globals['_FURTHERANSWER']._serialized_end=3063
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=3066
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=3315
-  _globals['_LISTMODELSREQUEST']._serialized_start=3317
-  _globals['_LISTMODELSREQUEST']._serialized_end=3336
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3338
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3391
-  _globals['_MODEL']._serialized_start=3393
-  _globals['_MODEL']._serialized_end=3497
-  _globals['_INFERENCESERVICE']._serialized_start=3768
-  _globals['_INFERENCESERVICE']._serialized_end=4007
+  _globals['_TOOLCHOICE']._serialized_end=1418
+  _globals['_TOOLCALL']._serialized_start=1420
+  _globals['_TOOLCALL']._serialized_end=1475
+  _globals['_TOOLCALLDELTA']._serialized_start=1477
+  _globals['_TOOLCALLDELTA']._serialized_end=1552
+  _globals['_RESPONSEOPTIONS']._serialized_start=1555
+  _globals['_RESPONSEOPTIONS']._serialized_end=1892
+  _globals['_PROMPTINFO']._serialized_start=1895
+  _globals['_PROMPTINFO']._serialized_end=2031
+  _globals['_PROGRESS']._serialized_start=2033
+  _globals['_PROGRESS']._serialized_end=2131
+  _globals['_CHUNK']._serialized_start=2134
+  _globals['_CHUNK']._serialized_end=2296
+  _globals['_PROMPTLOGPROBS']._serialized_start=2298
+  _globals['_PROMPTLOGPROBS']._serialized_end=2375
+  _globals['_COMPLETION']._serialized_start=2378
+  _globals['_COMPLETION']._serialized_end=2617
+  _globals['_USAGE']._serialized_start=2619
+  _globals['_USAGE']._serialized_end=2695
+  _globals['_WORKERS']._serialized_start=2697
+  _globals['_WORKERS']._serialized_end=2756
+  _globals['_GENERATERESPONSE']._serialized_start=2759
+  _globals['_GENERATERESPONSE']._serialized_end=2988
+  _globals['_FURTHERANSWER']._serialized_start=2990
+  _globals['_FURTHERANSWER']._serialized_end=3080
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=3083
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=3332
+  _globals['_LISTMODELSREQUEST']._serialized_start=3334
+  _globals['_LISTMODELSREQUEST']._serialized_end=3353
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3355
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3408
+  _globals['_MODEL']._serialized_start=3410
+  _globals['_MODEL']._serialized_end=3514
+  _globals['_INFERENCESERVICE']._serialized_start=3785
+  _globals['_INFERENCESERVICE']._serialized_end=4024
 # @@protoc_insertion_point(module_scope)
