@@ -40,6 +40,10 @@ MAX_MULTIPLE_DIGITS = 1024
 MAX_BOUND = (1 << 63) - 1
 MAX_PLACES = 15
 """The most places after the point of a number's bounds."""
+MAX_CONSTANT = 1 << 53
+MAX_CONSTANT_DIGITS = 15
+"""The largest numbers of constants, and the most digits of those with a point: the library rounds others, and outputs
+would not have the constant."""
 MAX_SHOWN_CHARS = 200
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
@@ -322,10 +326,17 @@ class _Walk:
             self._fail(pointer, f"is {_shown(value)}; it must be of {', '.join(sorted(TYPES))}")
 
     def _enum(self, schema: dict[str, Any], value: Any, pointer: str, level: int) -> None:
-        self._filled(value, pointer)
+        self._constant(schema, self._filled(value, pointer), pointer, level)
 
-    def _anything(self, schema: dict[str, Any], value: Any, pointer: str, level: int) -> None:
-        pass
+    def _constant(self, schema: dict[str, Any], value: Any, pointer: str, level: int) -> None:
+        remaining = [value]
+        while remaining:
+            each = remaining.pop()
+            if isinstance(each, dict | list):
+                remaining += each.values() if isinstance(each, dict) else each
+            elif isinstance(each, int | float) and not _is_exact(each):
+                limits = f"those up to 2^53 and of {MAX_CONSTANT_DIGITS} digits"
+                self._fail(pointer, f"has the number {_shown(each)}, and outputs have {limits}")
 
     def _format(self, schema: dict[str, Any], value: Any, pointer: str, level: int) -> None:
         if not (isinstance(value, str) and value in FORMATS):
@@ -355,6 +366,8 @@ class _Walk:
             self._fail(
                 pointer, f"is {_shown(value)}; at most 2^63-1 and {MAX_PLACES} places after the point are served"
             )
+        if value != MAX_BOUND and int(float(value)) != int(value):
+            self._fail(pointer, f"is {_shown(value)}, which would be rounded: whole numbers are exact up to 2^53")
 
     def _multiple_of(self, schema: dict[str, Any], value: Any, pointer: str, level: int) -> None:
         self._bound(schema, value, pointer, level)
@@ -384,7 +397,7 @@ _CHECKS: dict[str, Callable[[_Walk, dict[str, Any], Any, str, int], None]] = {
     "$ref": _Walk._ref,
     "type": _Walk._type,
     "enum": _Walk._enum,
-    "const": _Walk._anything,
+    "const": _Walk._constant,
     "anyOf": _Walk._alternatives,
     "oneOf": _Walk._alternatives,
     "allOf": _Walk._alternatives,
@@ -409,6 +422,14 @@ _CHECKS: dict[str, Callable[[_Walk, dict[str, Any], Any, str, int], None]] = {
     "minProperties": _Walk._count_of_properties,
     "maxProperties": _Walk._count_of_properties,
 }
+
+
+def _is_exact(number: int | float) -> bool:
+    """Returns whether an output can have this number as it is."""
+    if isinstance(number, int):
+        return abs(number) <= MAX_CONSTANT
+    num_digits = len(Decimal(str(number)).normalize().as_tuple().digits)
+    return abs(number) <= MAX_CONSTANT and num_digits <= MAX_CONSTANT_DIGITS
 
 
 def _places(number: int | float) -> int:
