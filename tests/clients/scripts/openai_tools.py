@@ -3,6 +3,7 @@ an answer in a form, as agents ask for; one tool of several."""
 
 # needs: openai, pydantic
 
+import json
 import sys
 from typing import Literal
 
@@ -48,7 +49,7 @@ now = {"type": "function", "function": {"name": "now", "strict": True}}
 allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [now]}}
 tools = [*COMMON["tools"], now]
 only = client.chat.completions.create(messages=MESSAGES, tool_choice=allowed, **{**COMMON, "tools": tools}).choices[0]
-assert [(call.function.name, call.function.arguments) for call in only.message.tool_calls] == [("now", "{}")]
+assert [(call.function.name, json.loads(call.function.arguments)) for call in only.message.tool_calls] == [("now", {})]
 
 last = client.chat.completions.create(messages=[*MESSAGES, said, result], tool_choice="none", **COMMON).choices[0]
 assert last.message.tool_calls is None
