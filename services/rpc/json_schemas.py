@@ -40,6 +40,10 @@ MAX_MULTIPLE_DIGITS = 1024
 MAX_BOUND = (1 << 63) - 1
 MAX_PLACES = 15
 """The most places after the point of a number's bounds."""
+MAX_CONSTANT = 1 << 53
+MAX_CONSTANT_DIGITS = 15
+"""The largest numbers of constants, and the most digits of those with a point: the library rounds others, and outputs
+would not have the constant."""
 MAX_SHOWN_CHARS = 200
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
@@ -57,6 +61,7 @@ Without escapes by number: the library takes names of properties that are writte
 and would let `{"a":1,"\\u0061":"x"}` pass where `a` is an integer. Without coerced oneOf: an anyOf lets more pass.
 """
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"))
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _UNDER_A_MINUTE = {"date-time": "^.{17}[0-5]", "time": "^.{6}[0-5]"}
 """What texts of these formats match unless they have the second 60."""
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
@@ -100,8 +105,9 @@ def schema_text(field: str, schema: Any) -> str:
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
-def as_compiled(schema: Any) -> Any:
-    """Returns a schema as the library gets it: without the second 60 in times.
+def as_compiled(schema: Any, *, are_names: bool = False) -> Any:
+    """Returns a schema as the library gets it: without the second 60 in times. `are_names`: it is no schema but an
+    object of them by names.
 
     The library allows it in every minute, RFC 3339 in the last of a day alone, and `datetime` of Python in none.
     """
@@ -109,7 +115,12 @@ def as_compiled(schema: Any) -> Any:
         return [as_compiled(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {name: part if name in ("const", "enum") else as_compiled(part) for name, part in schema.items()}
+    made = {
+        name: part
+        if name in ("const", "enum") and not are_names
+        else as_compiled(part, are_names=name in _OF_NAMES and not are_names)
+        for name, part in schema.items()
+    }
     name = schema.get("format")
     if isinstance(name, str) and name in _UNDER_A_MINUTE:
         made["allOf"] = [*made.get("allOf", ()), {"pattern": _UNDER_A_MINUTE[name]}]
@@ -315,10 +326,17 @@ class _Walk:
             self._fail(pointer, f"is {_shown(value)}; it must be of {', '.join(sorted(TYPES))}")
 
     def _enum(self, schema: dict[str, Any], value: Any, pointer: str, level: int) -> None:
-        self._filled(value, pointer)
+        self._constant(schema, self._filled(value, pointer), pointer, level)
 
-    def _anything(self, schema: dict[str, Any], value: Any, pointer: str, level: int) -> None:
-        pass
+    def _constant(self, schema: dict[str, Any], value: Any, pointer: str, level: int) -> None:
+        remaining = [value]
+        while remaining:
+            each = remaining.pop()
+            if isinstance(each, dict | list):
+                remaining += each.values() if isinstance(each, dict) else each
+            elif isinstance(each, int | float) and not _is_exact(each):
+                limits = f"those up to 2^53 and of {MAX_CONSTANT_DIGITS} digits"
+                self._fail(pointer, f"has the number {_shown(each)}, and outputs have {limits}")
 
     def _format(self, schema: dict[str, Any], value: Any, pointer: str, level: int) -> None:
         if not (isinstance(value, str) and value in FORMATS):
@@ -348,6 +366,8 @@ class _Walk:
             self._fail(
                 pointer, f"is {_shown(value)}; at most 2^63-1 and {MAX_PLACES} places after the point are served"
             )
+        if value != MAX_BOUND and int(float(value)) != int(value):
+            self._fail(pointer, f"is {_shown(value)}, which would be rounded: whole numbers are exact up to 2^53")
 
     def _multiple_of(self, schema: dict[str, Any], value: Any, pointer: str, level: int) -> None:
         self._bound(schema, value, pointer, level)
@@ -377,7 +397,7 @@ _CHECKS: dict[str, Callable[[_Walk, dict[str, Any], Any, str, int], None]] = {
     "$ref": _Walk._ref,
     "type": _Walk._type,
     "enum": _Walk._enum,
-    "const": _Walk._anything,
+    "const": _Walk._constant,
     "anyOf": _Walk._alternatives,
     "oneOf": _Walk._alternatives,
     "allOf": _Walk._alternatives,
@@ -402,6 +422,14 @@ _CHECKS: dict[str, Callable[[_Walk, dict[str, Any], Any, str, int], None]] = {
     "minProperties": _Walk._count_of_properties,
     "maxProperties": _Walk._count_of_properties,
 }
+
+
+def _is_exact(number: int | float) -> bool:
+    """Returns whether an output can have this number as it is."""
+    if isinstance(number, int):
+        return abs(number) <= MAX_CONSTANT
+    num_digits = len(Decimal(str(number)).normalize().as_tuple().digits)
+    return abs(number) <= MAX_CONSTANT and num_digits <= MAX_CONSTANT_DIGITS
 
 
 def _places(number: int | float) -> int:

@@ -29,7 +29,7 @@ from services.router.front.validation import (
     check_fits_one_message,
     check_prompt_logprobs,
     check_token_ids,
-    constrain_calls,
+    constrain_output,
     messages_of,
     num_prompt_entries,
     output_form,
@@ -227,7 +227,7 @@ class Intake:
         epoch = model.conductor.coordinator.verdicts.epoch
         hashes = await _hashed(model, incoming.request, token_ids, salt_in(epoch, cache_salt))
         form = output_form(incoming.request, model.facts.forms, is_thinking=model.text.is_thinking(token_ids))
-        constrain_calls(incoming.request, form, model.facts.forms, model.text.special_ids)
+        constrain_output(incoming.request, form, model.facts.forms, model.text.special_ids)
         echoed = _echoed(model, incoming.request, token_ids)
         incoming.tokenised(len(token_ids), num_prompt_entries(incoming.request, len(token_ids)))
         request = incoming.request

@@ -10,13 +10,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, types_pb2
 from services.core.errors import InvalidRequest
 from services.router.text.chat import OWN_VARIABLES, Message, Tool, Variables
 from services.router.text.model_facts import ModelFacts
 from services.router.text.output.families import NONE, ModelForms
 from services.router.text.output.form import PLAIN, OutputForm
-from services.router.text.output.grammar import call_grammar
+from services.router.text.output.grammar import any_answer, json_answer, output_grammar
 from services.rpc.constraints import MAX_GRAMMAR_BYTES, check_constraint
 from services.rpc.json_schemas import MAX_SCHEMA_BYTES, check_json_schema
 from services.rpc.parameters import MAX_ANSWERS, MAX_LOGPROBS, check_label, check_sampling, check_stopping, within
@@ -31,6 +31,7 @@ MAX_SCHEMA_VALUES = 1 << 14
 """The most values in all schemas together, by their brackets and commas."""
 CHAT_ROLES = ("system", "user", "assistant", "tool")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NO_PARAMETERS = '{"additionalProperties": false}'
 _NO_TOOLS = "this model's chat template knows no tools"
 
 
@@ -56,8 +57,11 @@ def check_tools(request: inference_pb2.GenerateRequest, forms: ModelForms) -> No
         raise InvalidRequest("tools", f"are not supported: {_NO_TOOLS}")
     if forms.tools is None:
         raise InvalidRequest("tools", "are not supported: how this model calls them is not known (--tool-parser)")
-    if request.HasField("constraint"):
-        raise InvalidRequest("constraint", "is not supported together with tools, except with tool_choice none")
+    kind = request.constraint.WhichOneof("kind")
+    if kind in _WHOLE_OUTPUTS or (kind is not None and forms.tools.is_document):
+        raise InvalidRequest(
+            "constraint", "is not supported together with this model's tools, except with tool_choice none"
+        )
     _check_enforced(request)
 
 
@@ -90,30 +94,50 @@ def required_calls(request: inference_pb2.GenerateRequest) -> frozenset[str]:
     if request.tool_choice.WhichOneof("choice") == "function":
         return frozenset([request.tool_choice.function])
     is_required = request.tool_choice.mode == inference_pb2.TOOL_MODE_REQUIRED
-    return frozenset(tool.name for tool in request.tools) if is_required else frozenset()
+    return _allowed_calls(request) if is_required else frozenset()
 
 
-def constrain_calls(
+def _allowed_calls(request: inference_pb2.GenerateRequest) -> frozenset[str]:
+    """Returns the functions that may be called."""
+    return frozenset(request.tool_choice.allowed or (tool.name for tool in request.tools))
+
+
+def constrain_output(
     request: inference_pb2.GenerateRequest, form: OutputForm, forms: ModelForms, special_ids: Mapping[str, int]
 ) -> None:
-    """Sets the request's constraint if calls must be made, or must follow schemas. Raises InvalidRequest."""
-    if form.tools is None:
-        return
+    """Makes the request's constraint one of the whole output, if there may be more in it than the answer: what the
+    model thinks, and calls, which must be made, or must follow schemas. Raises InvalidRequest."""
+    answer = None if form.is_plain else _answer_rule(request.constraint)
     required = required_calls(request)
-    if not required and not any(tool.strict for tool in request.tools):
+    is_free = not required and not request.tool_choice.allowed and not any(tool.strict for tool in request.tools)
+    if answer is None and (form.tools is None or is_free):
         return
     schemas = {
-        tool.name: json.loads(tool.parameters_schema or "{}") if _is_enforced(tool, request) else {}
+        tool.name: json.loads(tool.parameters_schema or _NO_PARAMETERS) if _is_enforced(tool, request) else {}
         for tool in request.tools
-        if not required or tool.name in required
+        if tool.name in (required or form.names)
     }
-    request.constraint.grammar = call_grammar(
-        form, schemas, special_ids, is_required=bool(required), is_listed=forms.lists_calls
+    request.constraint.grammar = output_grammar(
+        form, schemas, special_ids, is_required=bool(required), is_listed=forms.lists_calls, answer=answer
     )
     try:
         check_constraint(request.constraint)
     except InvalidRequest as error:
-        raise InvalidRequest("tools", f"cannot be enforced: the grammar of their calls {error.description}") from None
+        field = "constraint.grammar" if form.tools is None else "tools"
+        raise InvalidRequest(field, f"cannot be enforced: the grammar of the output {error.description}") from None
+
+
+def _answer_rule(constraint: types_pb2.Constraint) -> str | None:
+    """Returns what the constraint is as a rule of a grammar; None if there is none."""
+    match constraint.WhichOneof("kind"):
+        case "json_schema":
+            return json_answer(json.loads(constraint.json_schema))
+        case "json_object":
+            return json_answer({"type": "object"})
+        case "choices":
+            return any_answer(constraint.choices.texts)
+        case _:
+            return None
 
 
 def _check_schema_sizes(tools: Sequence[inference_pb2.Tool]) -> None:
@@ -161,9 +185,20 @@ def _check_choice(request: inference_pb2.GenerateRequest, names: set[str]) -> No
             raise InvalidRequest("tool_choice.function", f"is {choice.function[:64]!r}, which is none of the tools")
     elif choice.mode not in _MODES:
         raise InvalidRequest("tool_choice.mode", "is none of the known modes")
+    if choice.allowed and choice.mode not in (inference_pb2.TOOL_MODE_AUTO, inference_pb2.TOOL_MODE_REQUIRED):
+        raise InvalidRequest("tool_choice.allowed", "goes with the modes auto and required only")
+    if len(choice.allowed) > MAX_TOOLS:
+        raise InvalidRequest(
+            "tool_choice.allowed", f"has {len(choice.allowed)} entries; at most {MAX_TOOLS} are allowed"
+        )
+    for index, name in enumerate(choice.allowed):
+        if name not in names:
+            raise InvalidRequest(f"tool_choice.allowed[{index}]", f"is {name[:64]!r}, which is none of the tools")
 
 
 _MODES = (inference_pb2.TOOL_MODE_AUTO, inference_pb2.TOOL_MODE_NONE, inference_pb2.TOOL_MODE_REQUIRED)
+_WHOLE_OUTPUTS = ("regex", "grammar")
+"""Kinds of constraints that cannot be a part of a grammar: nothing may be thought, and nothing called, beside them."""
 
 
 def check_chat(messages: Sequence[inference_pb2.ChatMessage], forms: ModelForms) -> None:
@@ -251,14 +286,14 @@ def chat_texts(request: inference_pb2.GenerateRequest) -> list[str]:
 
 def output_form(request: inference_pb2.GenerateRequest, forms: ModelForms, *, is_thinking: bool) -> OutputForm:
     """Returns how the request's outputs are taken apart. `is_thinking`: the prompt ends within what is thought."""
-    if request.WhichOneof("prompt") != "messages":
+    if request.WhichOneof("prompt") != "messages" or request.constraint.WhichOneof("kind") in _WHOLE_OUTPUTS:
         return PLAIN
     if not tells_tools(request):
         return OutputForm(forms.reasoning, is_thinking) if forms.reasoning != NONE else PLAIN
     is_named = request.tool_choice.WhichOneof("choice") == "function"
-    only_one = is_named or (request.HasField("parallel_tool_calls") and not request.parallel_tool_calls)
-    names = frozenset(tool.name for tool in request.tools)
-    only_calls = bool(required_calls(request))
+    is_alone = request.HasField("parallel_tool_calls") and not request.parallel_tool_calls
+    only_one = is_named or is_alone or forms.only_one_call
+    names, only_calls = _allowed_calls(request), bool(required_calls(request))
     return OutputForm(forms.reasoning, is_thinking, forms.tools, names, only_one_call=only_one, only_calls=only_calls)
 
 

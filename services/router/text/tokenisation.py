@@ -202,9 +202,12 @@ def _template_text(folder: pathlib.Path) -> str:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     configured = _read_json(folder / TOKENIZER_CONFIG).get("chat_template")
-    if isinstance(configured, list):  # several templates, by name
-        configured = next((entry["template"] for entry in configured if entry["name"] == "default"), None)
-    return configured or ""
+    if not isinstance(configured, list):
+        return configured or ""
+    named = {entry["name"]: entry["template"].removesuffix("\n") for entry in configured}
+    default, with_tools = named.get("default", ""), named.get("tool_use")
+    # As transformers chooses: Hermes' and Mistral's older models tell of tools in a template of its own.
+    return default if with_tools is None else f"{{% if tools +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif %}}"
 
 
 def _special_tokens(folder: pathlib.Path) -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""Uses `openai`: a required call of a tool made from a pydantic model, whole and as a stream, and its result."""
+"""Uses `openai`: a required call of a tool made from a pydantic model, whole and as a stream, and its result; a call or
+an answer in a form, as agents ask for; one tool of several."""
 
 # needs: openai, pydantic
 
+import json
 import sys
 from typing import Literal
 
@@ -40,5 +42,14 @@ assert isinstance(streamed.function.parsed_arguments, Weather)
 
 result = {"role": "tool", "tool_call_id": call.id, "content": "dry"}
 said = {"role": "assistant", "tool_calls": [call.model_dump(exclude={"function": {"parsed_arguments"}})]}
+either = client.chat.completions.parse(messages=MESSAGES, response_format=Weather, **COMMON).choices[0].message
+assert isinstance(either.parsed, Weather) != bool(either.tool_calls)
+
+now = {"type": "function", "function": {"name": "now", "strict": True}}
+allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [now]}}
+tools = [*COMMON["tools"], now]
+only = client.chat.completions.create(messages=MESSAGES, tool_choice=allowed, **{**COMMON, "tools": tools}).choices[0]
+assert [(call.function.name, json.loads(call.function.arguments)) for call in only.message.tool_calls] == [("now", {})]
+
 last = client.chat.completions.create(messages=[*MESSAGES, said, result], tool_choice="none", **COMMON).choices[0]
 assert last.message.tool_calls is None

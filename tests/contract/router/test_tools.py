@@ -110,6 +110,29 @@ async def test_what_is_no_call_is_text_without_its_special_token(tmp_path: Path)
         assert shown.output.text == '[TOOL_CALLS][{"name": "unknown"}]', "but never the token that ended it"
 
 
+async def test_a_model_whose_template_takes_one_call_a_message(tmp_path: Path) -> None:
+    """Several could not be sent back to it."""
+    several = (
+        "messages | selectattr('tool_calls') | map(attribute='tool_calls') | map('length') | select('gt', 1) | list"
+    )
+    refuses = f"{{% if {several} %}}{{{{ raise_exception('only single tool-calls') }}}}{{% endif %}}"
+    async with tool_cluster(tmp_path, refuses + LLAMA_TEMPLATE) as tools:
+        tools.say(f"{CALL}; {CALL}")
+        whole = await tools.cluster.inference.Generate(tool_request())
+        messages = [
+            inference_pb2.ChatMessage(role="user", content="How?"),
+            inference_pb2.ChatMessage(
+                role="assistant",
+                tool_calls=[
+                    inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+                    for call in whole.output.tool_calls
+                ],
+            ),
+        ]
+        await tools.cluster.inference.Generate(tool_request(messages=inference_pb2.ChatMessages(messages=messages)))
+        assert len(whole.output.tool_calls) == 1
+
+
 async def test_without_tools_nothing_is_looked_for(tmp_path: Path) -> None:
     none = inference_pb2.ToolChoice(mode=inference_pb2.TOOL_MODE_NONE)
     async with tool_cluster(tmp_path, HERMES_TEMPLATE) as tools:
@@ -277,9 +300,73 @@ async def test_calls_that_must_follow_schemas_become_a_constraint(tmp_path: Path
         assert ["city" in grammar for grammar in grammars] == [True, False, False, False], "it is held to nothing"
         assert "maxProperties" in grammars[2]
         assert grammars[3] == ""
+        assert 'call_1_arguments: %json {"additionalProperties":false' in grammars[0], "it has no parameters"
+
+
+HELD = types_pb2.Constraint(json_schema='{"type": "object", "properties": {"a": {"const": 1}}}')
+DOCUMENT = '{"a": 1}'
+
+
+async def test_an_answer_in_a_form_comes_after_what_is_thought(tmp_path: Path) -> None:
+    """A prompt that ends within what is thought does not make the answer a thought."""
+    async with tool_cluster(tmp_path, THINKING_TEMPLATE) as tools:
+        generate, prefill = tools.cluster.inference.Generate, tools.cluster.scripted[0]
+        choices = types_pb2.Constraint(choices=types_pb2.Choices(texts=["yes", "no"]))
+        anything = types_pb2.Constraint(json_object=types_pb2.AnyJsonObject())
+        for constraint, answer in ((HELD, DOCUMENT), (anything, DOCUMENT), (choices, "yes")):
+            tools.say(f"Hm.\n</think>\n\n{answer}")
+            whole = await generate(tool_request(tools=[], constraint=constraint))
+            assert (whole.output.reasoning, whole.output.text) == ("Hm.", answer)
+            assert prefill.commands[-1].constraint.grammar.startswith("start: thought NEWLINES answer\n")
+        for constraint in (types_pb2.Constraint(regex="[a-z]+"), types_pb2.Constraint(grammar='start: "yes"')):
+            tools.say("yes")  # the whole output is held to these: there is nothing before
+            whole = await generate(tool_request(tools=[], constraint=constraint))
+            assert (whole.output.reasoning, whole.output.text) == ("", "yes")
+            assert prefill.commands[-1].constraint == constraint
+
+
+async def test_an_answer_in_a_form_or_calls(tmp_path: Path) -> None:
+    required = inference_pb2.ToolChoice(mode=inference_pb2.TOOL_MODE_REQUIRED)
+    async with tool_cluster(tmp_path, HERMES_TEMPLATE.replace("</think>", "")) as tools:
+        generate, prefill = tools.cluster.inference.Generate, tools.cluster.scripted[0]
+        tools.say(DOCUMENT)
+        whole = await generate(tool_request(constraint=HELD))
+        assert (whole.output.text, len(whole.output.tool_calls), whole.completion.finish_reason) == (DOCUMENT, 0, STOP)
+        tools.say(HERMES_CALL)
+        whole = await generate(tool_request(constraint=HELD))
+        assert (whole.output.text, len(whole.output.tool_calls)) == ("", 1)
+        grammar = prefill.commands[-1].constraint.grammar
+        assert grammar.startswith('start: ("<tool_call>" whole ("\\n" "<tool_call>" whole)* | answer)\n')
+        await generate(tool_request(constraint=HELD, tool_choice=required))
+        assert "answer" not in prefill.commands[-1].constraint.grammar, "there is none beside a call"
+    async with tool_cluster(tmp_path / "llama", LLAMA_TEMPLATE) as tools:
+        with pytest.raises(grpc.aio.AioRpcError, match="not supported together with this model's tools"):
+            await tools.cluster.inference.Generate(tool_request(constraint=HELD))
+
+
+async def test_only_some_of_the_tools_may_be_called(tmp_path: Path) -> None:
+    """The model is told of all, so that the prompt stays the same."""
+    async with tool_cluster(tmp_path, HERMES_TEMPLATE.replace("</think>", "")) as tools:
+        generate, prefill = tools.cluster.inference.Generate, tools.cluster.scripted[0]
+        tools.say(HERMES_CALL)
+        for mode, begin in (
+            (inference_pb2.TOOL_MODE_AUTO, "start: (head whole)* TEXT\n"),
+            (inference_pb2.TOOL_MODE_REQUIRED, 'start: "<tool_call>" whole '),
+        ):
+            whole = await generate(tool_request(tool_choice=inference_pb2.ToolChoice(mode=mode, allowed=["now"])))
+            assert not whole.output.tool_calls
+            grammar = prefill.commands[-1].constraint.grammar
+            assert grammar.startswith(begin)
+            assert "get_weather" not in grammar
+            assert '"name": "get_weather"' in tools.prompt()
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"tool_choice": inference_pb2.ToolChoice(mode=inference_pb2.TOOL_MODE_AUTO, allowed=["now", "g"])},
+        "tool_choice.allowed[1]",
+    ),
+    ({"tool_choice": inference_pb2.ToolChoice(function="now", allowed=["now"])}, "tool_choice.allowed"),
     ({"tools": [inference_pb2.Tool(name="f", parameters_schema='{"not": {}}')]}, "tools[0].parameters_schema"),
     ({"tools": [inference_pb2.Tool(name="f", parameters_schema='{"type": "string"}')]}, "tools[0].parameters_schema"),
     (
@@ -305,5 +392,5 @@ async def test_what_cannot_be_enforced_is_refused(tmp_path: Path) -> None:
                 await tools.cluster.inference.Generate(tool_request(**{"tool_choice": required, **fields}))
             assert code_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
             assert (caught.value.details() or "").startswith(f"{field}: ")
-        free = tool_request(**REFUSED[0][0])
+        free = tool_request(**REFUSED[2][0])
         assert (await tools.cluster.inference.Generate(free)).output.text == "Hm.", "nothing is enforced"

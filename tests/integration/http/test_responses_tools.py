@@ -94,6 +94,18 @@ async def test_results_are_sent_back_with_the_items(tools: ToolCluster) -> None:
         assert part in prompt
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+
+
+async def test_only_some_of_the_tools_are_called(tools: ToolCluster) -> None:
+    async with client(tools) as asked:
+        response = await asked.responses.create(**ASKED, tool_choice=allowed("auto", "now"))
+        assert told(response)[-1] == EXPECTED[-1]
+        assert [item.type for item in response.output].count("function_call") == 1
+        assert response.tool_choice.to_dict() == allowed("auto", "now")
+
+
 async def test_what_a_model_thinks_is_an_item(tmp_path: Path) -> None:
     async with tool_cluster(tmp_path, THINKING_TEMPLATE) as tools, client(tools) as asked:
         tools.say("Let me see.\n</think>\n\nIt is dry.")
@@ -115,6 +127,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
     ({"tool_choice": {"type": "function", "name": "gone"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+    ({"tool_choice": allowed("sometimes", "now")}, "tool_choice.mode"),
+    ({"tool_choice": allowed("auto", "now", "gone")}, "tool_choice.tools[1]"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "", "arguments": "{}"}]}, "input[0].content[0].name"),
 ]

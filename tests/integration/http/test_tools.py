@@ -117,6 +117,23 @@ async def test_at_most_one_call(tools: ToolCluster) -> None:
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALLS, "stop")
 
 
+async def test_only_some_of_the_tools(tools: ToolCluster) -> None:
+    async with client(tools) as asked:
+        answer = await asked.chat.completions.create(**ASKED, tool_choice=allowed("auto", "now"))
+        assert called(answer.choices[0].message) == EXPECTED[1:]
+        assert "get_weather" not in tools.cluster.scripted[0].commands[-1].constraint.grammar
+
+
+async def test_tools_or_a_schema(tools: ToolCluster) -> None:
+    """Agents ask for both: a call, or an answer in a form."""
+    held = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    async with client(tools) as asked:
+        for said_, content in ((CALLS.removeprefix("I look.\n"), None), ('{"a": 1}', '{"a": 1}')):
+            tools.say(said_)
+            answer = await asked.chat.completions.create(**ASKED, response_format=held)
+            assert answer.choices[0].message.content == content
+
+
 async def test_what_is_thought(tmp_path: Path) -> None:
     async with tool_cluster(tmp_path, THINKING_TEMPLATE) as tools, client(tools) as asked:
         tools.say("I must ask.\n</think>\n\nDry.")
@@ -137,6 +154,11 @@ async def test_what_is_thought(tmp_path: Path) -> None:
 
 def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
 
 
 def said(**message: Any) -> list[Any]:
@@ -160,7 +182,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": "sometimes"}, "tool_choice"),
-    ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+    ({"tools": [tool()], "tool_choice": allowed("sometimes", "f")}, "tool_choice.allowed_tools.mode"),
+    ({"tools": [tool()], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+    ({"tools": [tool()], "tool_choice": allowed("auto", "f", "g")}, "tool_choice.allowed_tools.tools[1]"),
     ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"functions": [{"name": "f"}]}, "functions"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import inference_pb2
-from services.core.errors import InvalidRequest
+from services.core.errors import InvalidRequest, WorkerFailed
 from services.router.front.http.body import Body
+from services.router.front.http.reply import Reply, http_error
 from services.router.front.http.responses.input import read_input
 from services.router.front.http.responses.output import OutputEvent, ResponseOutput
+from services.router.front.http.responses.writer import ResponseStreamWriter
 
 WORDS = st.text("ab\n🙂", min_size=1, max_size=4)
 
@@ -125,6 +128,27 @@ def test_one_chunk_may_have_all_of_it() -> None:
     output.add(chunk)
     output.end()
     assert [item["type"] for item in output.items] == ["reasoning", "message", "function_call"]
+
+
+async def test_a_stream_that_fails_after_comments_alone_begins_as_others_do() -> None:
+    """OpenAI's package takes no event before `response.created`."""
+    sent = list[bytes]()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    reply = Reply(send)
+    ResponseStreamWriter({}, "r", "m", reply)
+    reply.comment("waiting, 1st of 1")
+    await reply.failed(http_error(WorkerFailed("gone")))
+    told = [
+        json.loads(line.removeprefix("data: ")) for line in b"".join(sent).decode().splitlines() if "data: " in line
+    ]
+    assert [(event["type"], event["sequence_number"]) for event in told] == [
+        ("response.created", 0),
+        ("response.in_progress", 1),
+        ("response.failed", 2),
+    ]
 
 
 def read(*items: Any, **fields: Any) -> list[inference_pb2.ChatMessage]:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from baton.v1 import types_pb2
 from services.router.text.output.families import TOOL_FAMILIES
 from services.router.text.output.form import OutputForm, OutputParser
-from services.router.text.output.grammar import call_grammar
+from services.router.text.output.grammar import any_answer, json_answer, output_grammar
 from services.router.text.output.tags import TAGS
 from services.rpc.constraints import check_constraint
 from services.worker.grammar import grammar_of
@@ -47,7 +47,7 @@ def hermes(*calls: str) -> str:
 def matched(form: OutputForm, output: str, made: Tokenizer, schemas: Any = SCHEMAS, **how: Any) -> str:
     """Returns what a constraint says of an output: "whole", "begun", or "refused" with all after that."""
     special = {tag: made.token_to_id(tag) for tag in TAGS if made.token_to_id(tag) is not None}
-    grammar = call_grammar(form, schemas, special, **how)
+    grammar = output_grammar(form, schemas, special, **how)
     check_constraint(types_pb2.Constraint(grammar=grammar))
     library = LLTokenizer(made.to_str(), n_vocab=made.get_vocab_size(), eos_token=[2])
     matcher = LLMatcher(library, grammar_of("grammar", grammar), log_level=0)
@@ -125,8 +125,56 @@ def test_arguments_have_the_times_that_answers_have() -> None:
         assert matched(asked, output, PLAIN, schemas, is_required=True) == expected
 
 
+DOCUMENT = json_answer(
+    {
+        "type": "object",
+        "properties": {"é: a ::= b": {"$ref": "#/$defs/n"}},
+        "required": ["é: a ::= b"],
+        "additionalProperties": False,
+        "$defs": {"n": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
+    }
+)
+WHOLE, WRONG = '{"é: a ::= b": null}', '{"é: a ::= b": "x"}'
+
+
+@pytest.mark.parametrize("made", [PLAIN, SPECIAL], ids=["as text", "as special tokens"])
+def test_an_answer_comes_after_what_is_thought(made: Any) -> None:
+    opened, free = OutputForm("think", True), OutputForm("think")
+    for asked, taken in (
+        (opened, f"Hm {{.\n</think>\n\n{WHOLE}"),
+        (free, f"<think>\nHm.</think>{WHOLE}"),
+        (free, WHOLE),
+    ):
+        assert matched(asked, taken, made, {}, answer=DOCUMENT) == "whole", taken
+        assert matched(asked, taken.replace(WHOLE, WRONG), made, {}, answer=DOCUMENT) == "refused"
+        assert matched(asked, f"{taken}Hm.", made, {}, answer=DOCUMENT) == "refused"
+        parser = OutputParser(asked, lambda num_digits: "0" * num_digits)
+        assert parser.push(taken).text + parser.flush().text == WHOLE
+    assert matched(free, "Hm.", made, {}, answer=DOCUMENT) == "refused"
+
+
+@pytest.mark.parametrize("made", [PLAIN, SPECIAL], ids=["as text", "as special tokens"])
+@pytest.mark.parametrize(("family", "call"), [("hermes", hermes(NOW)), ("mistral", f"[TOOL_CALLS][{NOW}]")])
+def test_an_answer_or_calls(family: str, call: str, made: Any) -> None:
+    for output in (WHOLE, call):
+        assert matched(form(family), output, made, answer=DOCUMENT) == "whole", output
+        parser = OutputParser(form(family), lambda num_digits: "0" * num_digits)
+        text = parser.push(output).text + parser.flush().text
+        assert (text, parser.num_calls) == ((WHOLE, 0) if output == WHOLE else ("", 1))
+    for output in (WRONG, "Hm.", f"{WHOLE}{call}"):
+        assert matched(form(family), output, made, answer=DOCUMENT) == "refused", output
+    assert matched(form(family), WHOLE, made, answer=DOCUMENT, is_required=True) == "refused"
+
+
+def test_an_answer_that_is_one_of_some_texts() -> None:
+    texts = ["a: b", '"ä\\\n', "start: x"]
+    for text in texts:
+        assert matched(OutputForm("think", True), f"Hm.</think>{text}", PLAIN, {}, answer=any_answer(texts)) == "whole"
+    assert matched(OutputForm("think", True), "Hm.</think>x", PLAIN, {}, answer=any_answer(texts)) == "refused"
+
+
 def test_a_name_and_a_schema_cannot_become_rules() -> None:
-    grammar = call_grammar(form("hermes"), SCHEMAS, {}, is_required=True)
+    grammar = output_grammar(form("hermes"), SCHEMAS, {}, is_required=True)
     rules = [line.partition(":")[0] for line in grammar.splitlines()]
     assert rules == ["start", "whole", "TEXT", "one", "call_0", "call_0_arguments", "call_1", "call_1_arguments"]
     (schema,) = (line.partition("%json ")[2] for line in grammar.splitlines() if line.startswith("call_0_arguments"))

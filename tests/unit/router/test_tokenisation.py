@@ -11,6 +11,7 @@ import pytest
 
 from services.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from services.router.text.chat_template import ChatTemplate
+from services.router.text.output.families import forms_of
 from services.router.text.tokenisation import load_model_text
 from tests.support.patience import HANG_S, Patience
 from tests.support.text_model import CONTEXT_TOKENS, write_model
@@ -84,6 +85,23 @@ def test_a_template_in_the_tokenizer_configuration(tmp_path: pathlib.Path) -> No
         loaded = load_model_text(tmp_path)
         ids = loaded.encode_messages([{"role": "user", "content": "hi"}])
         assert loaded.tokenizer.decode(ids).endswith("T")
+
+
+def test_a_template_for_tools_beside_the_default_one(tmp_path: pathlib.Path) -> None:
+    """Models of Hermes' and Mistral's have two, by name."""
+    write_model(tmp_path, template=None)
+    with_tools = (
+        "\n  {%- for tool in tools %}<tool_call>{{ tool.function.name }}{% endfor %}\n {{ messages[0].content }}\n"
+    )
+    default = "\n {{ messages[0].content }}!\n"
+    named = [{"name": "default", "template": default}, {"name": "tool_use", "template": with_tools}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    loaded = load_model_text(tmp_path)
+    messages, tools = [{"role": "user", "content": "hi"}], [{"name": "now"}]
+    for template, given in ((default, []), (with_tools, tools)):
+        assert loaded.template is not None
+        assert loaded.template.render(messages, given) == ChatTemplate(template, {}).render(messages, given)
+    assert forms_of(loaded.template_text, None, None).tools_name == "hermes"
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "config.json"])

@@ -23,6 +23,26 @@ INT = {"type": "integer"}
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**63), 2**64, 1e300, 123456789.12345679])
+def test_a_constant_that_would_be_rounded_is_refused(number: float) -> None:
+    for value in (number, [number], {"a": number}):
+        for schema, place in (({"const": value}, "/const"), ({"items": {"enum": [1, value]}}, "/items/enum")):
+            with pytest.raises(InvalidRequest, match=f"{place} has the number"):
+                check_json_schema("f", json.dumps(schema))
+
+
+@pytest.mark.parametrize("number", [2**53, -(2**53), 0.1, 123456.789, 1.5e-7, True, -1])
+def test_a_constant_that_outputs_have_as_it_is(number: float) -> None:
+    check_json_schema("f", json.dumps({"const": number, "enum": [number], "default": 2**70}))
+
+
+@pytest.mark.parametrize("keyword", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+@pytest.mark.parametrize("number", [2**53 + 1, 2**63 - 3, -(2**63) + 1])
+def test_a_bound_that_would_be_rounded_is_refused(keyword: str, number: int) -> None:
+    with pytest.raises(InvalidRequest, match="would be rounded"):
+        check_json_schema("f", json.dumps({keyword: number}))
+
+
 def _nested(levels: int) -> Any:
     schema: Any = INT
     for _ in range(levels - 1):

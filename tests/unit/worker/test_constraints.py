@@ -88,6 +88,14 @@ async def test_a_constraint_is_compiled_once_and_each_sequence_has_its_own() -> 
             await constraints.make(regex("a"), [5])
 
 
+async def test_what_another_tenant_uses_does_not_show_in_the_time() -> None:
+    compiler = ScriptedCompiler()
+    async with running(compiler) as constraints:
+        for cache_salt in ("one", "two", "one"):
+            await constraints.make(regex("a"), [], cache_salt)
+    assert compiler.compiled == [("regex", "a")] * 2
+
+
 async def test_the_least_recently_used_give_way() -> None:
     compiler = ScriptedCompiler()
     async with running(compiler, most_kept_bytes=2 * SIZE) as constraints:

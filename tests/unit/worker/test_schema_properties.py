@@ -94,6 +94,7 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "
         ({"type": "string", "format": "date"}, '"2026-02-30"'),
         ({"type": "string", "format": "date-time"}, '"2026-02-03T04:05:60Z"'),
         ({"allOf": [{"type": ["string", "null"], "format": "time"}]}, '"04:05:60+01:00"'),
+        ({"properties": {"const": {"type": "string", "format": "time"}}}, '{"const": "04:05:60Z"}'),
         ({"type": "string", "pattern": "b"}, '"aca"'),
         ({"type": "string", "maxLength": 2}, '"abc"'),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, "1.0"),

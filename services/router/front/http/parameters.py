@@ -119,18 +119,20 @@ def _structured_outputs(given: Body, constraint: types_pb2.Constraint) -> Params
 
 
 def _one(kind: str, value: Any, place: str, constraint: types_pb2.Constraint) -> Params:
+    # Where the model may think or call a tool first, all of it becomes a grammar.
+    params = {"constraint.grammar": place}
     match kind:
         case "json":
             constraint.json_schema = as_text(value, place) if isinstance(value, str) else schema_text(place, value)
-            return {"constraint.json_schema": place}
+            return {**params, "constraint.json_schema": place}
         case "json_object":
             constraint.json_object.SetInParent()
-            return {"constraint.json_object": place}
+            return {**params, "constraint.json_object": place}
         case "choice":
             constraint.choices.SetInParent()
             for index, text in enumerate(as_list(value, place, MAX_CHOICES)):
                 constraint.choices.texts.append(as_text(text, f"{place}[{index}]"))
-            return {"constraint.choices": place, "constraint.choices.texts": place}
+            return {**params, "constraint.choices": place, "constraint.choices.texts": place}
         case _:
             setattr(constraint, kind, as_text(value, place))
             return {f"constraint.{kind}": place}

@@ -30,6 +30,7 @@ _NAMES = {
     ),
     r"\1.reasoning_content": re.compile(r"^(messages\[\d+\])\.reasoning$"),
     "tool_choice.function.name": re.compile(r"^tool_choice\.function$"),
+    r"tool_choice.allowed_tools.tools\1": re.compile(r"^tool_choice\.allowed\b(.*)$"),
 }
 
 
@@ -67,9 +68,24 @@ def _read_choice(choice: Any, request: inference_pb2.GenerateRequest, *, is_flat
         if choice not in _MODES:
             raise InvalidRequest("tool_choice", f"is {choice[:64]!r}, not one of {', '.join(_MODES)}, or a function")
         request.tool_choice.mode = _MODES[choice]
+    elif (given := Body(as_record(choice, "tool_choice"), "tool_choice")).text("type") == "allowed_tools":
+        _read_allowed(given if is_flat else given.record("allowed_tools"), request, is_flat=is_flat)
     else:
-        function = _function(Body(as_record(choice, "tool_choice"), "tool_choice"), is_flat=is_flat)
-        request.tool_choice.function = function.text("name") or ""
+        request.tool_choice.function = _function(given, is_flat=is_flat).text("name") or ""
+
+
+def _read_allowed(given: Body, request: inference_pb2.GenerateRequest, *, is_flat: bool) -> None:
+    """Reads which of the tools may be called."""
+    mode = given.text("mode")
+    if mode not in ("auto", "required"):
+        raise InvalidRequest(given.path("mode"), "must be 'auto' or 'required'")
+    request.tool_choice.mode = _MODES[mode]
+    path = given.path("tools")
+    for index, entry in enumerate(given.items("tools", MAX_TOOLS)):
+        function = _function(Body(as_record(entry, f"{path}[{index}]"), f"{path}[{index}]"), is_flat=is_flat)
+        request.tool_choice.allowed.append(function.text("name") or "")
+    if not request.tool_choice.allowed:
+        raise InvalidRequest(path, "is empty")
 
 
 def _function(record: Body, *, is_flat: bool = False) -> Body:

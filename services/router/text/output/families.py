@@ -25,6 +25,8 @@ class ToolFamily:
     id_prefix: str = "call_"
     id_chars: int = 24
     """How many hexadecimal digits of chance are in the id of a call, after the prefix."""
+    is_document: bool = False
+    """A call begins as any object of JSON does, so an output cannot be held to calls or a document."""
 
     def call_id(self, random_hex: Callable[[int], str]) -> str:
         return self.id_prefix + random_hex(self.id_chars)
@@ -34,7 +36,7 @@ TOOL_FAMILIES = {
     family.name: family
     for family in (
         ToolFamily("hermes", HermesCalls, ("<tool_call>", "</tool_call>")),
-        ToolFamily("llama3", LlamaCalls, ("<|python_tag|>",)),
+        ToolFamily("llama3", LlamaCalls, ("<|python_tag|>",), is_document=True),
         # Its templates refuse ids of any other form.
         ToolFamily("mistral", MistralCalls, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), "", 9),
     )
@@ -77,6 +79,8 @@ class ModelForms:
     reasoning: str = NONE
     lists_calls: bool = True
     """All calls of an output are one list, in Mistral's form."""
+    only_one_call: bool = False
+    """Its chat template refuses messages with several calls, as Llama 3's does, so outputs have one."""
 
     @property
     def tools_name(self) -> str:
@@ -90,4 +94,5 @@ def forms_of(template: str, tool_parser: str | None, reasoning_parser: str | Non
     """Returns the forms of a model with this chat template; None for a parser leaves its choice to the template."""
     tools = tool_family_of(template) if tool_parser is None else tool_parser
     reasoning = reasoning_of(template) if reasoning_parser is None else reasoning_parser
-    return ModelForms(knows_tools(template), TOOL_FAMILIES.get(tools), reasoning, "[ARGS]" not in template)
+    only_one = "single tool-calls" in template
+    return ModelForms(knows_tools(template), TOOL_FAMILIES.get(tools), reasoning, "[ARGS]" not in template, only_one)

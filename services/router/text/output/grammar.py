@@ -1,5 +1,5 @@
-"""Writes the grammar that outputs with calls of tools are held to: each family's own form, with the schemas of the
-arguments in it. Pure.
+"""Writes the grammar of outputs that have more in them than one document: what is thought, calls of tools in each
+family's own form, and an answer of a given form. Pure.
 
 The grammar is in Lark as llguidance has it, which workers compile. Where a tag is a special token it stands there by
 its id. Names are letters, digits and few others, and schemas are JSON with no colon in a string, so neither can become
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from services.router.text.output.families import NONE
@@ -22,32 +22,49 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TEXT = "TEXT: /(.|\\n)*/"
 
 
-def call_grammar(
+def output_grammar(
     form: OutputForm,
     schemas: Mapping[str, Mapping[str, Any]],
     special_ids: Mapping[str, int],
     *,
-    is_required: bool,
+    is_required: bool = False,
     is_listed: bool = True,
+    answer: str | None = None,
 ) -> str:
     """Returns the grammar of outputs in which each call is of one of these functions, with arguments valid under its
     schema. There must be a call if `is_required`, and else there may be; what is thought comes before, and is free.
 
-    `is_listed` says whether a model of Mistral's writes all calls as one list. Raises ValueError for a form without
-    calls.
+    `answer` is what an output without a call is held to (`json_answer`, `any_answer`); None if it is free. `is_listed`
+    says whether a model of Mistral's writes all calls as one list.
     """
-    if form.tools is None:
-        raise ValueError("there are no calls in this form")
     grammar = _Grammar(form, special_ids, is_listed)
-    body = grammar.body(form.tools.name, is_required)
-    rules = [f"start: {grammar.thought(is_required)}{body}", *grammar.rules, _TEXT]
-    names = [f"call_{index}" for index in range(len(schemas))]
-    rules.append(f"one: {' | '.join(names)}")
-    for rule, (name, schema) in zip(names, schemas.items(), strict=True):
-        before, after = grammar.around(form.tools.name, name)
-        rules.append(f"{rule}: {before} {rule}_arguments {after}")
-        rules.append(f"{rule}_arguments: %json {_schema(schema)}")
-    return "\n".join(rules) + "\n"
+    is_held = is_required or answer is not None
+    bodies, rules = list[str](), [_TEXT]
+    if form.tools is not None:
+        bodies.append(grammar.body(form.tools.name, is_held))
+        names = [f"call_{index}" for index in range(len(schemas))]
+        rules.append(f"one: {' | '.join(names)}")
+        for rule, (name, schema) in zip(names, schemas.items(), strict=True):
+            before, after = grammar.around(form.tools.name, name)
+            rules.append(f"{rule}: {before} {rule}_arguments {after}")
+            rules.append(f"{rule}_arguments: {json_answer({**schema, 'type': 'object'})}")
+    if answer is not None and not is_required:
+        bodies.append("answer")
+        rules.append(f"answer: {answer}")
+    thought = grammar.thought(is_held)
+    body = f"({' | '.join(bodies)})" if len(bodies) > 1 else bodies[0]
+    return "\n".join([f"start: {thought}{body}", *grammar.rules, *rules]) + "\n"
+
+
+def json_answer(schema: Any) -> str:
+    """Returns the rule of documents that are valid under the schema."""
+    made = {**as_compiled({} if schema is True else schema), "x-guidance": JSON_OPTIONS}
+    return f"%json {_without_colons(json.dumps(made, separators=(',', ':')))}"
+
+
+def any_answer(texts: Iterable[str]) -> str:
+    """Returns the rule of some texts."""
+    return " | ".join(_without_colons(json.dumps(text)) for text in texts)
 
 
 class _Grammar:
@@ -58,7 +75,7 @@ class _Grammar:
         self.rules: list[str] = []
 
     def body(self, family: str, is_required: bool) -> str:
-        """Returns what follows what is thought."""
+        """Returns what follows what is thought: calls, or anything that may have calls in it."""
         several = not self._form.only_one_call
         match family:
             case "hermes":
@@ -87,10 +104,10 @@ class _Grammar:
         key = "parameters" if family == "llama3" else "arguments"
         return json.dumps(f'{{"name": "{name}", "{key}": '), '"}"'
 
-    def thought(self, is_required: bool) -> str:
+    def thought(self, is_held: bool) -> str:
         """Returns what the model may think first. Where it may say anything, that has a place there too, unless the
         prompt has begun it."""
-        if self._form.reasoning == NONE or not (self._form.is_thinking or is_required):
+        if self._form.reasoning == NONE or not (self._form.is_thinking or is_held):
             return ""
         self._until("thought", END)
         self.rules.append("NEWLINES: /\\n{0,8}/")
@@ -123,6 +140,6 @@ class _Grammar:
         return f"<[{self._special_ids[tag]}]>" if tag in self._special_ids else json.dumps(tag)
 
 
-def _schema(schema: Mapping[str, Any]) -> str:
-    text = json.dumps({**as_compiled(schema), "type": "object", "x-guidance": JSON_OPTIONS}, separators=(",", ":"))
+def _without_colons(text: str) -> str:
+    """Returns JSON with none in its strings, where they could be taken for those of rules."""
     return _STRING.sub(lambda string: string[0].replace(":", "\\u003a"), text)

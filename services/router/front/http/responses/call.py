@@ -105,9 +105,11 @@ def read_call(body: Body, texts: TokenTexts) -> ResponseCall:
     reasoning = body.record("reasoning")
     refuse_unsupported(reasoning, _NOT_IN_REASONING)
     read_tools(body, request, is_flat=True)
+    if request.tools:  # whose calls may become a constraint
+        params.setdefault("constraint.grammar", "tools")
     for index in range(len(request.tools)):
         params[f"tools[{index}].parameters_schema"] = f"tools[{index}].parameters"
-    params["tool_choice.function"] = "tool_choice.name"
+    params |= {"tool_choice.function": "tool_choice.name", "tool_choice.allowed": "tool_choice.tools"}
     text = body.record("text")
     refuse_unsupported(text, _NOT_IN_TEXT)
     constraint, wanted = types_pb2.Constraint(), text.take("format")

@@ -90,19 +90,22 @@ class ResponseStreamWriter(ResponseWriter):
                 self._tell([*events, (response["status"], {"response": response})])
 
     def _tell(self, events: Iterable[OutputEvent]) -> None:
-        told = list(events)
-        if told and not self._num_sent:
+        if told := list(events):
+            self._reply.part(self._written(told))
+
+    def _written(self, told: Iterable[OutputEvent]) -> bytes:
+        """Returns the events, after those that begin a stream if none was sent."""
+        if not self._num_sent:
             # Written before the items that `told` may have completed.
             begun = {"response": {**self._response("in_progress"), "output": []}}
             told = [("created", begun), ("in_progress", begun), *told]
-        if told:
-            self._reply.part(b"".join([self._framed(kind, fields) for kind, fields in told]))
+        return b"".join([self._framed(kind, fields) for kind, fields in told])
 
     def _failed(self, error: HttpError) -> bytes:
         """Returns the event that ends a stream which has begun."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         what = {"code": code, "message": error.body["error"]["message"]}
-        return self._framed("failed", {"response": self._response("failed", error=what)})
+        return self._written([("failed", {"response": self._response("failed", error=what)})])
 
     def _framed(self, kind: str, fields: Json) -> bytes:
         kind = f"response.{kind}"
