@@ -93,7 +93,7 @@ class Clocks:
     def _look_at_router(self, router: SimRouter) -> None:
         node, config = router.node, router.config
         self._look_at_sessions(node, router.times.silence_s, "a session with a silent worker is kept")
-        book = router.coordinator._book
+        book = router.book
         views = [view for view in book.workers.views() if view.ready]
         if all(view.idle for view in views):
             for request in book.queue:

@@ -110,7 +110,7 @@ class Watch:
     def _check_queue(self, router: SimRouter) -> None:
         """Requires that the queue is bounded, but for requests that come back from a worker, and for their places: who
         has a higher priority may take those."""
-        queue, longest = router.coordinator._book.queue, router.config.max_queue
+        queue, longest = router.book.queue, router.config.max_queue
         newcomers = [each.request_id for each in queue if not each.story.num_prefills and not each.story.num_decodes]
         bound = max(longest, self._queued.get(router, 0))
         self._world.require(len(newcomers) <= bound, f"{router.node.name}: {newcomers} queued, {longest} may be")

@@ -18,12 +18,14 @@ from services.engine.schedule.sequence import Sequence as EngineSequence
 from services.kv.pool import Holder
 from services.prefill.leg import PrefillLeg
 from services.router.conductor import Conductor
-from services.router.coordinator import coordinator, handoff, silent_legs
+from services.router.coordinator import handoff, silent_legs
 from services.router.coordinator.book import Book
 from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.coordinator import Coordinator
 from services.router.coordinator.events import EmitTokens
+from services.router.coordinator.queue import Queue
 from services.router.coordinator.request import Request, Setbacks
+from services.router.coordinator.workers import WorkerTable
 from services.router.policy import Job
 from services.worker.session import RouterSession
 from tests.sim.mutation import Bug, Mutant, both, replaced
@@ -154,15 +156,17 @@ def asks_a_worker_that_refused_never_again() -> Bug:
 
 
 def does_not_try_again_on_heartbeats() -> Bug:
-    def take_load(self: coordinator.Coordinator, worker: Any, load: Any, now: float) -> None:
-        if load is not None:
-            had_news = self._book.workers.has_news
-            self._book.workers.set_load(worker, load, now)
-            self._book.workers.has_news = had_news
+    set_load = WorkerTable.set_load
+
+    def without_news(self: WorkerTable, worker: Any, load: Any, now: float) -> None:
+        had_news = self.has_news
+        set_load(self, worker, load, now)
+        self.has_news = had_news
 
     return both(
-        replaced(coordinator.Coordinator, "_take_load", take_load),
-        replaced(coordinator.Coordinator, "tick", lambda self, now: None),
+        replaced(WorkerTable, "set_load", without_news),
+        replaced(Queue, "is_news", lambda self, worker_id, now: False),
+        replaced(Coordinator, "tick", lambda self, now: None),
     )
 
 

@@ -57,9 +57,11 @@ class SimRouter:
         node, network = self.node, self._cluster.network
         metrics: Any = _StrictMetrics(self._cluster)
         self.coordinator = Coordinator(self.config)
+        self.book = self.coordinator._book
+        """What invariants look into; the router's own rules are judged by it, and not by what is shown."""
         self._watch_verdicts()
-        watch_placements(self._cluster.world, self.coordinator._book)
-        watch_turns(self._cluster.world, self.coordinator)
+        watch_placements(self._cluster.world, self.book)
+        watch_turns(self._cluster.world, self.coordinator, self.book)
         self.timelines = Timelines()
         self.times = SessionTimes(heartbeat_s=0.5, silence_s=2.0)
         self.conductor = Conductor(
@@ -85,7 +87,7 @@ class SimRouter:
         """Tells the cluster's `Truth` of each epoch that this router is in."""
         self.heard_in_turn: dict[int, int] = {}
         """The turn in which it has heard of the newest verdict on each incarnation, or reached it."""
-        verdicts: Any = self.coordinator._book.verdicts
+        verdicts: Any = self.coordinator.verdicts
         merge = verdicts.merge
 
         def watched(num_of: Mapping[int, int]) -> list[int]:
@@ -110,11 +112,11 @@ class SimRouter:
         return any(canary.involves(worker_id) for canary in self.coordinator._canaries._live)
 
     def serves(self, request_id: str) -> bool:
-        return bool(self.coordinator._book.of_id(request_id))
+        return self.coordinator.stage_of(request_id) is not None
 
     @property
     def queue_is_full(self) -> bool:
-        return len(self.coordinator._book.queue) >= self.config.max_queue
+        return self.coordinator.queue_share >= 1.0
 
     def submit(self, request: SimRequest) -> None:
         """Submits the request on this node's loop. Raises what the coordinator says."""

@@ -65,11 +65,12 @@ def not_settled(cluster: Cluster) -> list[str]:
 
 
 def _is_told(router: SimRouter, worker: SimWorker) -> bool:
-    known = router.coordinator._book.workers.current(worker.plan.name, worker.host.incarnation)
+    known = router.coordinator.workers.current(worker.plan.name, worker.host.incarnation)
     if known is None or known.cache is None:
         return known is None or not router.coordinator.config.policy.hash_prompts
     has = set(worker.engine._pool.indexed())
     if (tiers := worker.host.tiers) is not None:
         for tier, is_readable in zip(tiers.stack.local, tiers.stack.readable_locals(), strict=True):
             has.update(tier.held() if is_readable else ())
-    return set(known.cache._told) == set(unpack_hashes(pack_hashes(has)))
+    told = unpack_hashes(pack_hashes(has))
+    return len(known.cache) == len(set(told)) and all(hash in known.cache for hash in told)

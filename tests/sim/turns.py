@@ -72,9 +72,9 @@ def watch_placements(world: World, book: Any) -> None:
     book.open_decode = opening
 
 
-def watch_turns(world: World, coordinator: Any) -> None:
+def watch_turns(world: World, coordinator: Any, book: Any) -> None:
     """Judges every placement pass: after it nothing that waits could be placed, or another pass is due."""
-    book, place = coordinator._book, coordinator.place
+    place = coordinator.place
 
     def placing(now: float) -> None:
         place(now)

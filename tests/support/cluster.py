@@ -1,5 +1,5 @@
 """Provides a cluster in this process: a router on port 0, workers real or scripted, and a client that keeps what it
-received."""
+received. The router goes by the clock that a test gives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
 
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from services.core.clock import Clock
@@ -131,6 +132,10 @@ class Cluster:
 
     async def status(self) -> control_pb2.GetStatusResponse:
         return await self.control.GetStatus(control_pb2.GetStatusRequest())
+
+    def metrics(self) -> CollectorRegistry:
+        """Returns what the router's metrics port shows."""
+        return self.router._metrics.registry
 
     async def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float = 120.0) -> Answer:
         return await receive(self.inference.GenerateStream(request, timeout=timeout_s))

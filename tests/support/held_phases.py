@@ -21,7 +21,10 @@ from services.core.clock import ManualClock
 from services.kv.imports import ImportState
 from services.kv.lease import LeaseState
 from services.kvtransfer.client import FetchOrder, FetchOutcome
-from services.router.coordinator.request import Phase, Request
+from services.router.coordinator.progress import ProgressState
+from services.router.coordinator.request import Phase
+from services.router.policy import PlacedPhase
+from services.router.policy.explanation import ExplainedRequest
 from services.router.text.tokeniser_line import TokeniserLine
 from tests.support.cluster import Cluster, greedy_request, running_cluster
 from tests.support.held_runner import HeldRunner
@@ -140,33 +143,35 @@ class Stage:
         return model.line
 
     @property
-    def victim(self) -> Request | None:
-        """Returns the router's record of the victim."""
-        requests = self.cluster.router.coordinator._book.requests.values()
-        return next((request for request in requests if request.spec.label == VICTIM), None)
+    def victim(self) -> ExplainedRequest | None:
+        """Returns what the router explains of the victim, while it lives."""
+        [model] = self.cluster.router.catalogue.all()
+        found = model.conductor.explanations.find(VICTIM)
+        return found[0] if found and found[0].is_live else None
 
     def is_known(self) -> bool:
         """Returns whether the router knows the victim as a request that is being tokenised, or as a live one."""
         return self.victim is not None or self.cluster.router.coordinator.num_expected > 0
 
     def is_in(self, phase: Phase) -> bool:
-        return self.victim is not None and self.victim.phase is phase
+        stage = self.victim and self.cluster.router.coordinator.stage_of(self.victim.request_id)
+        return stage is not None and stage.phase is phase
 
     def is_binding(self, *, handoff: bool) -> bool:
         """A decode command was sent and not answered, with a lease or for the whole sequence."""
-        victim = self.victim
-        leg = None if victim is None or victim.phase is not Phase.BINDING else victim.decode
-        return leg is not None and leg.has_handoff is handoff and leg.admitted_s is None
+        victim, chosen = self.victim, PlacedPhase.DECODE if handoff else PlacedPhase.UNSPLIT
+        return self.is_in(Phase.BINDING) and victim is not None and victim.choices[-1].choice.phase is chosen
 
     def is_orphaned(self) -> bool:
         """The decode worker has admitted it and not said that it has everything; the source is gone."""
-        victim = self.victim
-        leg = None if victim is None or victim.phase is not Phase.DECODING else victim.decode
-        return leg is not None and leg.orphaned_s is not None and victim is not None and victim.prefill is None
+        source = self.cluster.router.coordinator.workers.get(self.cluster.workers[0].worker_id)
+        return self.is_in(Phase.DECODING) and source.is_gone
 
-    def has_parked_all(self) -> bool:
-        """Its prompt is done, and no decode worker has it."""
-        return self.victim is not None and self.victim.phase is Phase.PARKED and len(self.victim.output) == 1
+    def has_first_token(self) -> bool:
+        """Its prompt is done, and no decode worker has gone on with it."""
+        coordinator = self.cluster.router.coordinator
+        progress = self.victim and coordinator.progress_of(self.victim.request_id, self.clock.now())
+        return progress is not None and progress.position == 1 and progress.state is not ProgressState.PREFILLING
 
     def leases(self, state: LeaseState) -> int:
         return sum(lease.state is state for lease in self.cluster.workers[0].leases)

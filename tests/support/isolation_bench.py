@@ -1,5 +1,9 @@
 """Provides a router's conductor over fakes of all that is outside it; any of them raises for one request when a test
-says so."""
+says so.
+
+It is no cluster, and not `router_bench`: that has no conductor, and what is proved here is that the conductor goes on
+with the rest of a batch. It speaks the wire's messages, so that one that cannot be read or sent is among what raises.
+"""
 
 from __future__ import annotations
 
@@ -86,29 +90,30 @@ class FakeTrace(Recorder):
 
 
 class FakeLink:
-    def __init__(self, info: WorkerInfo) -> None:
+    """Stands for a worker's session: notes the kinds of what it is sent, and the legs of commands, and raises at what a
+    test says."""
+
+    def __init__(self, info: WorkerInfo, commands: dict[str, dict[str, int]]) -> None:
         self.info = info
         self.was_open = True
         self.sent: list[Any] = []
         self.poison: Callable[[Any], bool] = lambda message: False
+        self._commands = commands
 
     def send(self, message: Any) -> None:
-        self._send(message)
+        if self.poison(message):
+            raise Poison("link")
+        kind = message.WhichOneof("message")
+        self.sent.append(kind)
+        if kind in self._commands:
+            command = getattr(message, kind)
+            self._commands[kind][command.request_id] = command.leg
 
     def send_leave(self, within_s: float) -> None:
         pass
 
     async def close(self) -> None:
         pass
-
-    def _send(self, message: Any) -> None:
-        if self.poison(message):
-            raise Poison("link")
-        self.sent.append(message.WhichOneof("message"))
-        self.last = message
-
-    def legs(self, kind: str) -> dict[str, int]:
-        return {}
 
 
 class FakeMetrics:
@@ -146,13 +151,12 @@ class Bench:
         self.traces: dict[str, FakeTrace] = {}
         self.records: dict[str, Recorder] = {}
         self.commands: dict[str, dict[str, int]] = {"prefill": {}, "decode": {}}
+        """The leg of the last command of each kind that reached a worker, by the request's id."""
         self.links = {"p": self.join("p", Role.PREFILL), "d": self.join("d", Role.DECODE)}
 
-    def join(self, name: str, role: Role, *, watched: bool = False) -> FakeLink:
+    def join(self, name: str, role: Role) -> FakeLink:
         info = WorkerInfo(name, role, 1, Fingerprint("L"), 16, 64, 1024, 8, host_id="h")
-        link = FakeLink(info)
-        if watched:
-            self._watch(link)
+        link = FakeLink(info, self.commands)
         self.coordinator.worker_joined(info, self.clock.now())
         self.conductor.links[name] = as_any(link)
         self.conductor.link_opened(as_any(link))
@@ -177,7 +181,7 @@ class Bench:
 
     def rejoin(self, worker_id: str, role: Role) -> None:
         """A worker that was lost has another session, and requests that it had may be placed again."""
-        self.links[worker_id] = self.join(worker_id, role, watched=True)
+        self.links[worker_id] = self.join(worker_id, role)
         self.clock.advance(1.5)
         self.conductor.tick()
         self.turn()
@@ -191,23 +195,6 @@ class Bench:
         """Returns the leg of the last command of the kind that was sent for the request."""
         self.turn()
         return self.commands[kind].get(request_id)
-
-    def watch(self) -> None:
-        """Notes every command that reaches a worker."""
-        for link in self.links.values():
-            self._watch(link)
-
-    def _watch(self, link: FakeLink) -> None:
-        send = link._send
-
-        def noting(message: Any) -> None:
-            send(message)
-            kind = message.WhichOneof("message")
-            if kind in self.commands:
-                command = getattr(message, kind)
-                self.commands[kind][command.request_id] = command.leg
-
-        link._send = noting  # type: ignore[method-assign]
 
     def say(self, worker_id: str, events: Iterable[worker_pb2.LegEvent]) -> None:
         """Sends a worker's events, all in one message."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support import ROOT
 from tests.support.footprint import Footprint
@@ -32,40 +33,15 @@ def environment(temp: Path) -> dict[str, str]:
     return {**clean, "PYTHONPATH": PYTHON_PATH, "TMPDIR": str(temp), "BATON_CLUSTER_TOKEN": CLUSTER_TOKEN}
 
 
-class Up:
-    """Runs `baton up`; as a context it kills it at the end and waits for its children."""
+class Supervisor:
+    """Runs what prints the lines of `baton up`, and keeps them."""
 
-    def __init__(self, model: Path, folder: Path, *flags: str, **settings: str) -> None:
-        """`settings`: more of the environment."""
-        self.temp = folder / "temp"
-        self.temp.mkdir()
-        self.log = folder / "log"
-        self.trace_file = folder / "trace.jsonl"
-        self.footprint = Footprint()
+    def __init__(self, command: Sequence[str], log: Path, **more: Any) -> None:
+        """`log` gets its standard error; `more` is given to `Popen`."""
+        self.log = log
         self.lines: list[str] = []
-        command = [*BATON, "up", "--model", str(model), "--port", "0", "--dtype", "float32", "--kv-blocks", "64"]
-        command += ["--split", "always"]  # what tests look at is the handoff, whatever it costs
-        with open(self.log, "a") as log:  # several processes write it
-            self.process = subprocess.Popen(
-                [*command, "--trace-file", str(self.trace_file), *flags],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=self.temp,
-                env=environment(self.temp) | settings,
-            )
-
-    def __enter__(self) -> Up:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdout is not None
-        if self.process.poll() is None:
-            self.footprint.watch(self.process.pid)
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self.footprint.await_gone(WAIT_S)
+        with open(log, "a") as stderr:  # several processes write it
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, **more)
 
     def read_until(self, pattern: str) -> str:
         """Returns the next line that the pattern matches."""
@@ -84,13 +60,40 @@ class Up:
         """Returns the router's address."""
         return next(address for name, address, _ in reversed(self._reports()) if name == "router")
 
-    def control(self) -> str:
-        """Returns the address of the router's control port."""
-        return next(line.split()[1] for line in reversed(self.lines) if line.startswith("control "))
-
     def _reports(self) -> list[tuple[str, str, str]]:
         matches = (re.match(r"(\S+) +(\S+:\d+) +metrics \S+ +pid (\d+)", line) for line in self.lines)
         return [(match[1], match[2], match[3]) for match in matches if match]
+
+
+class Up(Supervisor):
+    """Runs `baton up`; as a context it kills it at the end and waits for its children."""
+
+    def __init__(self, model: Path, folder: Path, *flags: str, **settings: str) -> None:
+        """`settings`: more of the environment."""
+        self.temp = folder / "temp"
+        self.temp.mkdir()
+        self.trace_file = folder / "trace.jsonl"
+        self.footprint = Footprint()
+        command = [*BATON, "up", "--model", str(model), "--port", "0", "--dtype", "float32", "--kv-blocks", "64"]
+        command += ["--split", "always"]  # what tests look at is the handoff, whatever it costs
+        command += ["--trace-file", str(self.trace_file), *flags]
+        super().__init__(command, folder / "log", cwd=self.temp, env=environment(self.temp) | settings)
+
+    def __enter__(self) -> Up:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdout is not None
+        if self.process.poll() is None:
+            self.footprint.watch(self.process.pid)
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.footprint.await_gone(WAIT_S)
+
+    def control(self) -> str:
+        """Returns the address of the router's control port."""
+        return next(line.split()[1] for line in reversed(self.lines) if line.startswith("control "))
 
     def baton(self, command: str, *flags: str) -> subprocess.CompletedProcess[str]:
         """Runs a command that asks the router, at the port that it is for."""

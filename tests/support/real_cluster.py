@@ -1,7 +1,8 @@
 """Runs a cluster of real processes: routers, and workers that are reached only through proxies.
 
 Owns: the processes, that they end with the test, and how they are killed, stopped, cut off and started again. Never:
-what a test expects of them.
+what a test expects of them. What `baton up` starts is `processes.py`'s: that supervises its children itself, and here
+it is the test that ends them and starts them again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
 """Provides a coordinator on a bench, with or without canaries: tests say what workers report, and look at what it wants
-done."""
+done.
+
+It is the pure one of the three rigs: whatever a router decides is tested here. `cluster.py` has routers and workers in
+this process, over gRPC, and with the clock that a test gives; `real_cluster.py` has them as processes.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeGuard, TypeVar
@@ -20,6 +25,7 @@ from services.router.coordinator.events import (
     EmitFinished,
     EmitStarted,
     EmitTokens,
+    ExpectedRequest,
     FinishReason,
     ImportFailed,
     ImportReady,
@@ -34,7 +40,7 @@ from services.router.coordinator.events import (
     WorkerInfo,
 )
 from services.router.coordinator.request import Phase
-from services.router.policy import Fingerprint, Load, PlacedPhase, Role
+from services.router.policy import Fingerprint, Load, PlacedPhase, Role, Share
 from services.router.policy.health import Health, HealthConfig
 
 A = TypeVar("A")
@@ -60,6 +66,7 @@ class Bench:
         """The end of each answer."""
         self.finished: dict[str, EmitFinished] = {}
         self.failed: dict[str, BatonError] = {}
+        self._names = (f"earlier-{number}" for number in itertools.count())
 
     # Inputs
 
@@ -130,7 +137,7 @@ class Bench:
         self.num_waits += 1
         assert self.num_waits < 100_000, "a test that waits for something waits for ever"
         for slice_number in range(1 + int(seconds / 0.4)):
-            self.coordinator._book.awake.at(self.now + 0.4 * slice_number)
+            self.coordinator.awake.at(self.now + 0.4 * slice_number)
         self.clock.advance(seconds)
         self.coordinator.tick(self.now)
         self._absorb()
@@ -145,6 +152,25 @@ class Bench:
         return self.further.setdefault((request_id, index), []) if index else self.output[request_id]
 
     # Scripts
+
+    def come_and_go(self, *lengths: int, **spec: Any) -> None:
+        """Has requests come, with prompts of these lengths, and be cancelled before any is placed."""
+        for name, num_tokens in zip(self._names, lengths, strict=False):
+            self.coordinator.submit(RequestSpec(name, tuple(range(num_tokens)), 8, **spec), self.now)
+            self.coordinator.cancel(name, self.now)
+            self.coordinator.take_actions()
+        self._absorb()
+
+    def serve(self, num_tokens: int, num_output: int) -> None:
+        """Has a request come and be answered whole."""
+        self.submit(name := next(self._names), num_tokens, num_output)
+        for prefill in self.take_legs(Role.PREFILL):
+            self.say(prefill.worker_id, started(prefill), tokens(prefill, 0))
+        decode = self.take_leg(Role.DECODE)
+        done = [ImportReady(decode.leg)] if decode.handoff is not None else []
+        end = tokens(decode, *range(num_output), finish=FinishReason.LENGTH)
+        self.say(decode.worker_id, DecodeAdmitted(decode.leg), *done, end)
+        assert self.finished[name].summary.num_output_tokens == num_output
 
     def handed_over(self, request_id: str = "r", **spec: Any) -> tuple[SendLeg, SendLeg]:
         """Returns the legs of a request whose prefill runs on "p" and whose handoff was sent to a decode worker."""
@@ -200,6 +226,12 @@ class Bench:
         self.actions = [action for action in self.actions if not isinstance(action, kind)]
         return found
 
+    def share(self, tenant: str = "") -> Share:
+        """Returns what the tenant was served and holds, as whoever expects a request of it is told."""
+        share = self.coordinator.expect(ExpectedRequest(1, 0.0, max_tokens=1, tenant=tenant), self.now)
+        self.coordinator.arrived(share)
+        return share
+
     def phase(self) -> Phase | None:
         """Returns the phase of the only live request; None without one."""
         phases = [phase for phase, count in self.coordinator.phases().items() for _ in range(count)]
@@ -219,15 +251,15 @@ class Bench:
             self.coordinator.place(self.now)
             self.coordinator.check()
         actions = self.coordinator.take_actions()
-        self._check_all_is_placed()
+        self.place()
+        assert not self.coordinator.take_actions(), "something could be placed, and placement was not due"
         self.actions += actions
         self._client(actions)
 
-    def _check_all_is_placed(self) -> None:
-        """Asserts that nothing that waits could have been placed now: then it would wait for the next tick."""
-        self.coordinator._book.placement_is_due = True
+    def place(self) -> None:
+        """Looks at everything that waits, as after news of any worker."""
+        self.coordinator.workers.has_news = True
         self.coordinator.place(self.now)
-        assert not self.coordinator.take_actions(), "something could be placed, and placement was not due"
 
     def _client(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -277,7 +309,7 @@ def check_choice(command: SendLeg, coordinator: Coordinator) -> None:
     assert len({each.worker_id for each in choice.scored}) == len(choice.scored)
     scored, left_out = {each.worker_id for each in choice.scored}, {each.worker_id for each in choice.left_out.named}
     assert not scored & left_out
-    views = coordinator._book.workers.cluster.everyone.views()
+    views = coordinator.workers.cluster.everyone.views()
     with_role = {view.worker_id for view in views if phase in view.roles}
     assert scored | left_out <= with_role
     assert max(1, choice.num_candidates) + choice.left_out.number == len(with_role)

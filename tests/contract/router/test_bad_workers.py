@@ -218,7 +218,7 @@ async def test_timings_that_cannot_be_are_as_if_not_measured(cluster: Cluster, v
     decode.finish_timings = timings
     said = (await cluster.inference.Generate(request())).completion.timings
     assert all(0 <= getattr(said, field.name) < 1e6 for field, _ in said.ListFields())
-    metrics = generate_latest(cluster.router._metrics.registry).decode()
+    metrics = generate_latest(cluster.metrics()).decode()
     sums = [float(line.rpartition(" ")[2]) for line in metrics.splitlines() if "_sum" in line and line[0] != "#"]
     assert all(0 <= total < 1e6 for total in sums)
 

@@ -83,7 +83,7 @@ async def parking(stage: Stage) -> None:
     await parked(stage)
 
     async def wait_long_enough() -> None:
-        await until(stage.has_parked_all, "the whole handoff is parked")
+        await until(lambda: stage.is_in(Phase.PARKED) and stage.has_first_token(), "the whole handoff is parked")
         stage.clock.advance(1.0)
 
     stage.scenes.append(asyncio.create_task(wait_long_enough()))
@@ -121,8 +121,7 @@ async def losing_the_source(stage: Stage, *, until_complete: bool) -> None:
     stage.hold_fetches(until_complete=until_complete)
 
     def is_done_and_bound() -> bool:
-        bound = stage.victim is not None and stage.victim.phase is Phase.DECODING
-        return bound and stage.leases(LeaseState.SEALED) == 1 and len(stage.victim.output) == 1
+        return stage.is_in(Phase.DECODING) and stage.leases(LeaseState.SEALED) == 1 and stage.has_first_token()
 
     async def lose_it() -> None:
         await until(stage.fetched.is_set if until_complete else is_done_and_bound, "the source may be lost")

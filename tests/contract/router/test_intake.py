@@ -309,7 +309,7 @@ async def test_prompts_are_hashed_off_the_loop_where_policy_looks_at_their_block
         asked.text = LONG if kind == "long text" else "the baton is passed"
     await cluster.inference.Generate(asked)
     ids = list(asked.token_ids.ids) or byte_tokenizer().encode(asked.text).ids
-    sizes = {worker.block_size for worker in cluster.router.coordinator._book.workers.views()}
+    sizes = {worker.block_size for worker in cluster.router.coordinator.workers.views()}
     assert hashed == [(len(ids), len(ids) <= 64)] * len(sizes)
     assert jobs
     for job in jobs:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import generate_latest
 
 from baton.v1 import control_pb2, inference_pb2
 from services.core.errors import UnknownModel
@@ -215,7 +216,7 @@ async def test_there_are_no_more_than_may_be(several: Cluster, text: Path) -> No
     await several.until(lambda: _is(not gone.conductor.links))
     assert OTHER in await names(several), "it may come back"
     assert code_of(await refused(third.register(several.control_channel))) is grpc.StatusCode.RESOURCE_EXHAUSTED
-    gone.conductor.coordinator._book.workers.forget(float("inf"))  # as after the time in which it may
+    gone.conductor.withdraw("second")  # as after the time in which it may
     several.router.catalogue.tick()
     assert OTHER in await names(several), "perhaps one is about to come"
     several.router.catalogue._unused_since_s[OTHER] -= UNUSED_S
@@ -230,13 +231,7 @@ async def test_there_are_no_more_than_may_be(several: Cluster, text: Path) -> No
     assert await names(several) == [MODEL_ID, "third"]
     assert await generate(several, model="third") == TEXT
     assert code_of(await refused(generate(several, model=OTHER))) is grpc.StatusCode.NOT_FOUND
-    assert 'model="other"' not in (await _metrics(several))
-
-
-async def _metrics(cluster: Cluster) -> str:
-    from prometheus_client import generate_latest
-
-    return generate_latest(cluster.router._metrics.registry).decode()
+    assert 'model="other"' not in generate_latest(several.metrics()).decode()
 
 
 async def test_of_two_models_workers_of_one_name_only_one_joins(several: Cluster, text: Path) -> None:

@@ -60,6 +60,6 @@ async def test_it_is_shown_logged_counted_and_explained(cluster: Cluster, caplog
     (left_out,) = handoff.left_out
     assert (left_out.worker_id, left_out.reason) == ("slow", control_pb2.LEFT_OUT_REASON_EJECTED)
 
-    metrics = generate_latest(cluster.router._metrics.registry).decode()
+    metrics = generate_latest(cluster.metrics()).decode()
     assert re.search(r'baton_workers_ejected{[^}]*role="decode"} 1.0', metrics)
     assert re.search(r'baton_workers_ejected{[^}]*role="prefill"} 0.0', metrics)

@@ -132,7 +132,7 @@ async def test_a_cluster_goes_on_with_certificates_of_another_ca(model: Path, tm
 async def test_metrics_say_how_long_certificates_last(cluster: Cluster) -> None:
     name, days = "baton_certificate_expires_seconds", 86_400
     for registry, held in (
-        (cluster.router._metrics.registry, ("cluster", "public")),
+        (cluster.metrics(), ("cluster", "public")),
         (worker_metrics(cluster.workers[0]).registry, ("cluster",)),
     ):
         for certificate in held:

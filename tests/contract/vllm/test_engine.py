@@ -25,6 +25,7 @@ from services.engine.schedule.sequence import (
 from services.kv.handoff_admission import EngineRoom
 from services.kv.pool import Holder
 from services.vllm import messages, process
+from tests.support.blocks import lent
 from tests.support.footprint import children_left
 from tests.support.scripted_memory import script
 from tests.support.scripted_vllm_engine import VOCAB_SIZE, Driver, ScriptedVllm, engine_config
@@ -215,7 +216,7 @@ def test_an_adoption_without_room_changes_nothing(driver: Driver) -> None:
     other = driver.engine.reserve(driver.sequence(PROMPT, 300), no_check)
     lease = driver.sequence(PROMPT[:100], 400)
     driver.engine.hash_prompt(lease)
-    held = driver.engine._pool.allocate(7, Holder.LEASE)
+    held = lent(driver.engine, 7)
     with pytest.raises(Overloaded):
         driver.engine.adopt(lease, [], held, 9, Holder.LEASE)
     assert driver.engine.stats().ledger.leased == 7

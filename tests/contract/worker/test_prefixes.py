@@ -10,11 +10,11 @@ import pytest
 
 from baton.v1 import kvtransfer_pb2, types_pb2, worker_pb2
 from services.kv import prefix_admission
-from services.kv.pool import Holder
 from services.kvtransfer.servicer import KVTransferServicer
 from services.worker import prefixes
 from services.worker.host import WorkerHost
 from tests.support.bad_peers import BadSource, FlippingMemory
+from tests.support.blocks import cached
 from tests.support.workers import (
     DECODE,
     MIXED,
@@ -327,7 +327,7 @@ async def test_a_prefix_that_was_lent_is_no_handoff(model: Path) -> None:
     async with running_worker(config, MIXED) as source, running_worker(config, MIXED) as target:
         await alone(source, router)
         for host in (target, source):  # one imports, the other would adopt
-            hashes = list(source.engine._pool._block_of)[:NUM_BLOCKS]  # type: ignore[attr-defined]
+            hashes = list(cached(source.engine))[:NUM_BLOCKS]
             lease = source.transfer.lender.lend(hashes)
             assert lease is not None
             started = worker_pb2.PrefillStarted(lease_id=lease.lease_id, source=source.source())
@@ -335,7 +335,7 @@ async def test_a_prefix_that_was_lent_is_no_handoff(model: Path) -> None:
                 await session.send(decode=decode_command(leg := router.new_leg(), started, prompt=PROMPT[:CACHED]))
                 assert "PROTOCOL_VIOLATION" in str((await session.next("import_failed", leg)).status)
             source.leases.abort(lease.lease_id, source.awake.now())
-        assert source.engine._pool.references(Holder.LEASE) == 0  # type: ignore[attr-defined]
+        assert source.engine.stats().ledger.leased == 0
 
 
 async def test_what_failed_sources_leave_is_bounded(model: Path) -> None:

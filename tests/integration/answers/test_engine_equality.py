@@ -11,6 +11,7 @@ import pytest
 
 from services.engine.schedule.sequence import Mode
 from services.kv.pool import Holder
+from tests.support.blocks import set_aside
 from tests.support.engine_driver import drive
 from tests.support.equality import GreedyReference
 from tests.support.models import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, tiny_model
@@ -98,8 +99,7 @@ def test_prefill_here_and_decode_there(llama: Path, reference: GreedyReference, 
     prompt = prompt_of(length)
     with drive(llama) as source, drive(llama) as target:
         (prefilled,) = source.wait(source.submit(prompt, 20, mode=Mode.PREFILL_ONLY))
-        with target.engine._lock:
-            blocks = target.engine._pool.allocate(len(prefilled.block_ids), Holder.IMPORT)
+        blocks = set_aside(target.engine, len(prefilled.block_ids))
         target.engine.cache.write_blocks(blocks, source.engine.cache.read_blocks(prefilled.block_ids))
         source.engine.release(prefilled.block_ids, Holder.LEASE)
         (decoded,) = target.wait(target.adopt(prompt, blocks, prefilled.token_ids[0], 20))

@@ -15,6 +15,7 @@ from services.router.policy import known_cache
 from services.worker import prefixes
 from services.worker.host import WorkerHost
 from tests.integration.answers.test_followed_caches import told
+from tests.support.blocks import cached
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.equality import GreedyReference
 from tests.support.models import VOCAB_SIZE, tiny_model
@@ -38,21 +39,17 @@ def always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "_MOST_S", 10.0)
 
 
-def in_pool(host: WorkerHost) -> set[BlockHash]:
-    return set(host.engine._pool.indexed())  # type: ignore[attr-defined]
-
-
 async def fill_with_others(cluster: Cluster, host: WorkerHost, hashes: set[BlockHash]) -> None:
     """Has other prompts computed until none of the blocks is in the pool."""
     tiers = host.tiers
     assert tiers is not None
     [disk] = tiers.stack.local
     for number in range(40):
-        if not hashes & in_pool(host):
+        if not hashes & cached(host.engine):
             return
-        before = len(in_pool(host) | set(disk.held()))
+        before = len(cached(host.engine) | set(disk.held()))
         await cluster.greedy(random.Random(f"other {number}").choices(range(3, VOCAB_SIZE), k=300), 2)
-        await until(lambda before=before: len(in_pool(host) | set(disk.held())) > before, "it has come", HANG_S)
+        await until(lambda before=before: len(cached(host.engine) | set(disk.held())) > before, "it has come", HANG_S)
         await until(lambda: tiers.demoter.idle, "the copies have ended", HANG_S)
     raise AssertionError("the blocks stay in the pool")
 
@@ -91,8 +88,8 @@ async def test_what_left_a_stores_memory_is_lent_from_its_disk(tmp_path: Path, r
         async with running_store(cluster.workers[0], NUM_BLOCKS, **of_store) as store:
             await ready(store)
             await cluster.greedy(SHARED, MAX_TOKENS)
-            await until(lambda: len(in_pool(store)) >= CACHED // 16, "the store has it", HANG_S)
-            await fill_with_others(cluster, store, in_pool(store))
+            await until(lambda: len(cached(store.engine)) >= CACHED // 16, "the store has it", HANG_S)
+            await fill_with_others(cluster, store, cached(store.engine))
             if not restarts:
                 await ends_here(store)
                 return
@@ -108,7 +105,7 @@ async def test_what_left_a_workers_pool_is_lent_from_its_disk(tmp_path: Path) ->
         [worker] = cluster.workers
         config: dict[str, Any] = {"router": (cluster.router.control_address,), "silence_s": HANG_S}
         expected = (await cluster.greedy(SHARED, MAX_TOKENS)).token_ids
-        await fill_with_others(cluster, worker, in_pool(worker))
+        await fill_with_others(cluster, worker, cached(worker.engine))
         await until(lambda: len(told(cluster, worker)) > NUM_BLOCKS, "routers know what it has", HANG_S)
         async with running_worker(worker_config(model, worker_id="new", **config), MIXED) as other:
             await until(lambda: cluster.num_ready == 2, "the other is ready", HANG_S)

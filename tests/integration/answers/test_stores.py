@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from baton.v1 import types_pb2
+from services.router.coordinator.config import CoordinatorConfig
 from tests.support.cluster import Answer, Cluster, receive_several, running_cluster
 from tests.support.cluster import greedy_request as asked
 from tests.support.models import tiny_model
@@ -32,19 +33,19 @@ async def crowded(model: Path, num_blocks: int = 64, transport: str = "auto") ->
     """Yields a cluster whose decode worker has room for one of the prompts; the last of its workers is a store."""
     each = [{"kv_blocks": 64}, {"kv_blocks": 8}]
     config = {"transport": transport, "checksums": "always"}
-    async with running_cluster(model, [PREFILL, DECODE], each=each, **config) as cluster:
-        book = cluster.router.coordinator._book
+    with pytest.MonkeyPatch.context() as patch:
         # On a fast machine the decode worker may have room again before a handoff is parked.
-        book.config = dataclasses.replace(book.config, park_after_s=0.0)
-        routers = (cluster.router.control_address,)
-        async with running_store(
-            cluster.workers[0], num_blocks, router=routers, worker_id="s", silence_s=HANG_S, **config
-        ) as store:
-            cluster.workers.append(store)
-            await until(lambda: cluster.num_ready == 3, "the store is ready", HANG_S)
-            yield cluster
-            await cluster.idle()
-            cluster.workers.pop()
+        patch.setattr("services.router.main.CoordinatorConfig", partial(CoordinatorConfig, park_after_s=0.0))
+        async with running_cluster(model, [PREFILL, DECODE], each=each, **config) as cluster:
+            routers = (cluster.router.control_address,)
+            async with running_store(
+                cluster.workers[0], num_blocks, router=routers, worker_id="s", silence_s=HANG_S, **config
+            ) as store:
+                cluster.workers.append(store)
+                await until(lambda: cluster.num_ready == 3, "the store is ready", HANG_S)
+                yield cluster
+                await cluster.idle()
+                cluster.workers.pop()
 
 
 async def whole(model: Path) -> list[Answer]:

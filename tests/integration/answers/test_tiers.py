@@ -14,7 +14,7 @@ import pytest
 from services.kvtransfer.tiers.disk import DiskTier
 from services.worker.host import WorkerHost
 from services.worker.tiers import WorkerTiers
-from tests.integration.answers.test_followed_caches import cached_tokens, told
+from tests.integration.answers.test_followed_caches import cached_tokens, has_told
 from tests.support.cluster import Answer, Cluster, running_cluster
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.tiers import FaultyFile
@@ -79,7 +79,7 @@ async def test_what_left_the_pool_is_read(tmp_path: Path, tier: str, roles: list
         worker = cluster.workers[0]
         assert worker.tally.prefix_tokens_brought[tier] >= 4 * 96
         assert not worker.tally.prefixes_failed
-        await until(lambda: told(cluster, worker) >= told_of(worker), "routers know what the tiers have")
+        await until(lambda: has_told(cluster, worker, told_of(worker)), "routers know what the tiers have")
         assert len(told_of(worker)) > NUM_BLOCKS
         assert tiers_of_worker(worker).num_lost == 0
 

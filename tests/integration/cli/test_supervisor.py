@@ -9,7 +9,6 @@ import pathlib
 import re
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
@@ -20,7 +19,7 @@ from services.cli.supervisor import Backoff, Supervised
 from services.core.errors import WorkerFailed
 from services.core.start_progress import StartProgress, to_line
 from tests.support import ROOT
-from tests.support.processes import PYTHON_PATH
+from tests.support.processes import PYTHON_PATH, Supervisor
 
 pytestmark = pytest.mark.process
 
@@ -29,38 +28,14 @@ ENVIRON = {**os.environ, "PYTHONPATH": PYTHON_PATH, "GRPC_VERBOSITY": "NONE"}
 WAIT_S = 30.0
 
 
-class Up:
-    """`fake_up.py` as a process, with the lines it has printed."""
+class FakeUp(Supervisor):
+    """`fake_up.py` as a process."""
 
     def __init__(self, folder: pathlib.Path, behaviour: tuple[str, ...]) -> None:
         self.folder = folder
         for name in ("events", *behaviour):
             (folder / name).touch()
-        with open(folder / "stderr", "w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "fake_up.py"), str(folder)],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=ENVIRON,
-            )
-        self.lines: list[str] = []
-
-    def read_until(self, pattern: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if re.search(pattern, line):
-                return self.lines[-1]
-        raise AssertionError(f"no {pattern!r} in {self.lines}; stderr: {(self.folder / 'stderr').read_text()}")
-
-    def pids(self) -> dict[str, int]:
-        """Returns the newest pid of every child, as printed."""
-        matches = (re.match(r"(\S+) .*pid (\d+)", line) for line in self.lines)
-        return {match[1]: int(match[2]) for match in matches if match}
-
-    def port(self) -> int:
-        return next(int(re.search(r":(\d+)", line)[1]) for line in reversed(self.lines) if line.startswith("router"))
+        super().__init__([sys.executable, str(HERE / "fake_up.py"), str(folder)], folder / "stderr", env=ENVIRON)
 
     def events(self) -> list[tuple[str, str]]:
         lines = (self.folder / "events").read_text().splitlines()
@@ -68,12 +43,12 @@ class Up:
 
 
 @pytest.fixture
-def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., Up]]:
+def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., FakeUp]]:
     """Starts one; the arguments are files that tell the fakes what to do (see fake_service.py)."""
-    started: list[Up] = []
+    started: list[FakeUp] = []
 
-    def start_one(*behaviour: str) -> Up:
-        started.append(Up(tmp_path, behaviour))
+    def start_one(*behaviour: str) -> FakeUp:
+        started.append(FakeUp(tmp_path, behaviour))
         return started[-1]
 
     yield start_one
@@ -95,7 +70,7 @@ def await_gone(pids: list[int]) -> None:
                 os.close(fd)
 
 
-def test_ready_then_drained_router_first(start: Callable[..., Up]) -> None:
+def test_ready_then_drained_router_first(start: Callable[..., FakeUp]) -> None:
     up = start()
     up.read_until("^ready$")
     assert set(up.pids()) == {"router", "prefill-0", "decode-0"}
@@ -108,14 +83,14 @@ def test_ready_then_drained_router_first(start: Callable[..., Up]) -> None:
     )
 
 
-def test_sigterm_while_starting_exits_0(start: Callable[..., Up]) -> None:
+def test_sigterm_while_starting_exits_0(start: Callable[..., FakeUp]) -> None:
     up = start()
     up.read_until("^router")
     up.process.send_signal(signal.SIGTERM)
     assert up.process.wait(WAIT_S) == 0
 
 
-def test_killed_worker_is_restarted_and_said_so(start: Callable[..., Up]) -> None:
+def test_killed_worker_is_restarted_and_said_so(start: Callable[..., FakeUp]) -> None:
     up = start()
     up.read_until("^ready$")
     before = up.pids()
@@ -127,24 +102,24 @@ def test_killed_worker_is_restarted_and_said_so(start: Callable[..., Up]) -> Non
     assert after["prefill-0"] == before["prefill-0"]
 
 
-def test_killed_router_comes_back_on_its_port(start: Callable[..., Up]) -> None:
+def test_killed_router_comes_back_on_its_port(start: Callable[..., FakeUp]) -> None:
     up = start()
     up.read_until("^ready$")
-    port, pid = up.port(), up.pids()["router"]
+    target, pid = up.target(), up.pids()["router"]
     os.kill(pid, signal.SIGKILL)
     up.read_until("^router .*pid")
-    assert up.port() == port
+    assert up.target() == target
     assert up.pids()["router"] != pid
 
 
-def test_kill_9_of_the_supervisor_leaves_nothing(start: Callable[..., Up]) -> None:
+def test_kill_9_of_the_supervisor_leaves_nothing(start: Callable[..., FakeUp]) -> None:
     up = start("decode-0.stubborn")
     up.read_until("^ready$")
     up.process.kill()
     await_gone(list(up.pids().values()))
 
 
-def test_second_signal_ends_at_once(start: Callable[..., Up]) -> None:
+def test_second_signal_ends_at_once(start: Callable[..., FakeUp]) -> None:
     up = start("router.stubborn")
     up.read_until("^ready$")
     up.process.send_signal(signal.SIGINT)
@@ -153,10 +128,10 @@ def test_second_signal_ends_at_once(start: Callable[..., Up]) -> None:
     assert up.process.wait(WAIT_S) == 130
 
 
-def test_child_that_cannot_start_ends_the_cluster(start: Callable[..., Up]) -> None:
+def test_child_that_cannot_start_ends_the_cluster(start: Callable[..., FakeUp]) -> None:
     up = start("decode-0.fail")
     assert up.process.wait(WAIT_S) == 1
-    assert "decode-0 could not start (exit status 3)" in (up.folder / "stderr").read_text()
+    assert "decode-0 could not start (exit status 3)" in up.log.read_text()
 
 
 def script(body: str) -> list[str]:

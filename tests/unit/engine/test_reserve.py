@@ -20,6 +20,7 @@ from services.engine.warm_up import Loaded
 from services.kv.handoff_admission import EngineRoom
 from services.kv.pool import Holder, OutOfBlocks
 from services.kv.regions import Region
+from tests.support.blocks import cache, set_aside
 from tests.support.fake_runner import FakeRunner
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
@@ -66,11 +67,7 @@ def sequence(seq_id: int = 1) -> Sequence:
 
 def cache_prefix(engine: Engine, num_blocks: int) -> None:
     """Leaves the prompt's first blocks in the prefix cache."""
-    pool = engine._pool
-    for hash in block_hashes(PROMPT, BLOCK_SIZE)[:num_blocks]:
-        (block_id,) = pool.allocate(1, Holder.SEQUENCE)
-        pool.index(block_id, hash)
-        pool.release([block_id], Holder.SEQUENCE)
+    cache(engine, block_hashes(PROMPT, BLOCK_SIZE)[:num_blocks])
 
 
 def allow(num_fresh: int, room: EngineRoom) -> None:
@@ -82,8 +79,8 @@ def test_what_is_cached_is_not_imported(engine: Engine, num_cached: int, num_pre
     cache_prefix(engine, num_cached)
     taken = engine.reserve(sequence(), allow)
     assert (len(taken.prefix), len(taken.fresh)) == (num_prefix, 4 - num_prefix)
-    assert engine._pool.references(Holder.SEQUENCE) == num_prefix
-    assert engine._pool.references(Holder.IMPORT) == 4 - num_prefix
+    ledger = engine.stats().ledger
+    assert (ledger.active, ledger.importing) == (num_prefix, 4 - num_prefix)
     engine.release(taken.prefix, Holder.SEQUENCE)
     engine.release(taken.fresh, Holder.IMPORT)
 
@@ -116,15 +113,15 @@ def test_whoever_is_refused_holds_nothing(engine: Engine) -> None:
 
     with pytest.raises(LookupError):
         engine.reserve(sequence(), refuse)
-    assert engine._pool.references(Holder.SEQUENCE) == engine._pool.references(Holder.IMPORT) == 0
+    assert engine.stats().ledger.idle
 
 
 def test_a_check_that_allows_more_than_there_is_holds_nothing(engine: Engine) -> None:
     cache_prefix(engine, 2)
-    others = engine._pool.allocate(5, Holder.IMPORT)
+    others = set_aside(engine, 5)
     with pytest.raises(OutOfBlocks):
         engine.reserve(sequence(), allow)
-    assert engine._pool.references(Holder.SEQUENCE) == 0
+    assert engine.stats().ledger.active == 0
     engine.release(others, Holder.IMPORT)
 
 
@@ -157,11 +154,11 @@ def test_a_queued_prompt_is_hashed_on_the_step_thread_and_without_the_lock(
     assert locked == [False] * (len(PROMPT) // BLOCK_SIZE)
 
 
-def test_a_lease_s_own_prompt_is_hashed_without_the_lock(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adopted_prompt_is_hashed_without_the_lock(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[bool] = []
     do_at_each_hash(monkeypatch, lambda: locked.append(engine._lock.locked()))
     adopted = sequence()
-    engine.adopt(adopted, (), engine._pool.allocate(4, Holder.LEASE), 7, Holder.LEASE)
+    engine.adopt(adopted, (), set_aside(engine, 4), 7, Holder.IMPORT)
     engine._step(lambda report: None)
     assert locked == [False] * (len(PROMPT) // BLOCK_SIZE)
 

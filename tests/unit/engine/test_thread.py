@@ -19,6 +19,7 @@ from services.engine.loading import Loaded
 from services.engine.model.kv_cache import KVCache, KVShape
 from services.engine.schedule.sequence import Finish, Mode, StepPlan, StepResult
 from services.kv.pool import Holder
+from tests.support.blocks import set_aside
 from tests.support.engine_driver import EngineDriver
 from tests.support.fake_runner import FakeRunner
 from tests.support.patience import HANG_S
@@ -122,8 +123,7 @@ def test_abort_in_a_step_waits_for_its_end(runner: ScriptedRunner, make_driver: 
 
 def test_freed_blocks_wake_the_engine(make_driver: MakeDriver) -> None:
     with make_driver() as driver:
-        with driver.engine._lock:
-            taken = driver.engine._pool.allocate(NUM_BLOCKS, Holder.IMPORT)
+        taken = set_aside(driver.engine, NUM_BLOCKS)
         seq_id = driver.submit([1, 2], 2)
         driver.engine.release(taken, Holder.IMPORT)
         driver.wait(seq_id)

@@ -288,12 +288,12 @@ def known(bench: Bench, **lengths: int) -> None:
     """Lets it be known how long the outputs to prompts of each kind are."""
     for kind, length in lengths.items():
         for _ in range(20):
-            bench.coordinator._book.output_lengths.observe("", KINDS[kind], length)
+            bench.serve(KINDS[kind], length)
 
 
 def test_a_full_queue_sheds_the_longest_expected_output_of_the_lowest_priority(bench: Bench) -> None:
-    fill(bench, 9000)
     known(bench, chat=200, essay=800)
+    fill(bench, 9000)
     for request_id, kind in (("a", "chat"), ("b", "essay"), ("c", "chat")):
         bench.submit(request_id, max_tokens=900, num_tokens=KINDS[kind])
     bench.submit("urgent", max_tokens=900, priority=1, num_tokens=KINDS["essay"])
@@ -302,8 +302,8 @@ def test_a_full_queue_sheds_the_longest_expected_output_of_the_lowest_priority(b
 
 
 def test_a_shorter_output_takes_the_place_of_a_much_longer_one(bench: Bench) -> None:
-    fill(bench, 9000)
     known(bench, word=10, chat=200, essay=800)
+    fill(bench, 9000)
     for request_id, kind in (("a", "chat"), ("b", "essay"), ("c", "essay")):
         bench.submit(request_id, max_tokens=900, num_tokens=KINDS[kind])
     with pytest.raises(Overloaded, match="the queue is full"):

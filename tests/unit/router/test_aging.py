@@ -104,8 +104,7 @@ def test_what_waits_costs_a_walk_over_it_and_not_more(bench: Bench, monkeypatch:
             stream.serve(seconds)
         looked_at = mock.create_autospec(Queue.has_waited_long, side_effect=Queue.has_waited_long)
         monkeypatch.setattr(Queue, "has_waited_long", looked_at)
-        bench.coordinator._book.placement_is_due = True
-        bench.coordinator.place(bench.now)
+        bench.place()
         assert looked_at.call_count <= 310
         monkeypatch.undo()
 

@@ -182,7 +182,6 @@ def _of_the_poisoned(arguments: tuple[Any, ...]) -> bool:
 def play(scene: Scene, wrap: Callable[[str, Any], Any]) -> Bench:
     """Takes three requests through the scene, of which the input itself happens under `wrap`."""
     bench = Bench()
-    bench.watch()
     deadline_s = bench.clock.now() + TIMEOUT_S if scene.end else None
     for request_id in ALL:
         bench.submit(request_id, deadline_s=deadline_s)

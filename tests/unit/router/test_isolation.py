@@ -63,7 +63,6 @@ POISONS = [
 
 @pytest.mark.parametrize(("part", "method"), POISONS)
 def test_a_part_that_raises_ends_its_own_request_only(bench: Bench, part: str, method: str) -> None:
-    bench.watch()
     for request_id in ALL:
         bench.submit(request_id, **({part: method} if request_id == POISONED else {}))
     bench.run()
@@ -74,7 +73,6 @@ def test_a_part_that_raises_ends_its_own_request_only(bench: Bench, part: str, m
 @pytest.mark.parametrize("part", ["answer", "trace", "record"])
 def test_a_part_that_raises_when_its_request_fails(bench: Bench, part: str) -> None:
     """The other parts are told of it all the same."""
-    bench.watch()
     for request_id in ALL:
         bench.submit(request_id, **({part: "failed"} if request_id == POISONED else {}))
     bench.conductor.cancel(POISONED, as_any(bench.answers[POISONED]))
@@ -90,7 +88,6 @@ def test_a_part_that_raises_when_its_request_fails(bench: Bench, part: str) -> N
 @pytest.mark.parametrize("kind", ["prefill", "decode", "cancel"])
 def test_a_message_that_cannot_be_sent(bench: Bench, kind: str) -> None:
     """It may be a command or a cancel: only its own request ends, and its legs are given up."""
-    bench.watch()
 
     def poison(message: Any) -> bool:
         if message.WhichOneof("message") != kind:
@@ -134,7 +131,6 @@ async def test_a_canary_that_cannot_be_sent_says_nothing_of_its_worker(
 
 @pytest.mark.parametrize("seconds", [9.3e15, 1e300, float("inf"), 1e10])
 def test_no_duration_is_too_long_to_leave(bench: Bench, seconds: float) -> None:
-    bench.watch()
     for request_id in ALL:
         deadline_s = bench.clock.now() + seconds
         bench.submit(request_id, **({"deadline_s": deadline_s} if request_id == POISONED else {}))
@@ -168,7 +164,6 @@ async def test_the_ticking_task_survives() -> None:
 
 
 def test_log_probabilities_of_a_prompt_that_cannot_be_passed_on(bench: Bench) -> None:
-    bench.watch()
     for request_id in ALL:
         bench.submit(request_id, answer="prompt_scored", scores_prompt=request_id == POISONED)
     bench.run(stages=["prefill begins"])
@@ -182,7 +177,6 @@ def test_log_probabilities_of_a_prompt_that_cannot_be_passed_on(bench: Bench) ->
 def test_an_event_that_cannot_be_read_takes_no_other_event_with_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
     bad_leg, real = bench.leg("prefill", POISONED), wire.leg_event
@@ -205,7 +199,6 @@ def test_an_event_that_cannot_be_read_ends_no_leg_of_another_worker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that names a leg of another worker's does no harm, even if the router cannot read what it says."""
-    bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
     leg = bench.leg("prefill", POISONED)
@@ -221,19 +214,18 @@ def test_an_event_that_cannot_be_read_ends_no_leg_of_another_worker(
 async def test_an_event_that_cannot_be_read_ends_no_canary_of_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(canaries=True)
     bench.conductor.tick()
-    canary = bench.links["p"].last.prefill
+    (leg,) = bench.commands["prefill"].values()
     with monkeypatch.context() as poisoned:
         poisoned.setattr(wire, "leg_event", _raises)
-        bench.say("d", [started(canary.leg)])
+        bench.say("d", [started(leg)])
     assert bench.metrics.internal_errors == {"event": 1}
-    bench.say("p", [started(canary.leg), tokens(canary.leg, 0, [7], finish=True)])
+    bench.say("p", [started(leg), tokens(leg, 0, [7], finish=True)])
     assert bench.coordinator.workers.get("p").health.state is Health.UP
 
 
 def test_a_canary_that_cannot_be_given_up_takes_no_other_event_with_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
     bad_leg, real = bench.leg("prefill", POISONED), handoff.leg_event
@@ -252,7 +244,6 @@ def test_a_canary_that_cannot_be_given_up_takes_no_other_event_with_it(
 def test_what_a_worker_has_is_given_up_there_although_the_request_cannot_be_ended_in_order(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
     bench.turn()

@@ -9,7 +9,17 @@ import pytest
 from services.core.hashing import block_hashes, short_hashes
 from services.engine.schedule.prefix import hash_prompt
 from services.engine.schedule.sequence import SamplingParams, Sequence, StoppingParams
-from services.router.policy import Fingerprint, KnownCache, PolicyConfig, Role, sharing, weighted
+from services.router.policy import (
+    Fingerprint,
+    Job,
+    KnownCache,
+    PolicyConfig,
+    Role,
+    Source,
+    WorkerView,
+    sharing,
+    weighted,
+)
 from services.router.policy.known_cache import PrefixIndex, num_blocks_of
 from services.router.policy.terms import prefix_cached, same_conversation, short_queue
 from tests.support.router_bench import Bench
@@ -19,10 +29,17 @@ HASHES = {16: short_hashes(block_hashes(PROMPT, 16, "s"))}
 
 
 def test_a_job_knows_its_prompts_blocks_as_a_workers_cache_does() -> None:
-    bench = Bench()
+    jobs: list[Job] = []
+
+    def look(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+        jobs.append(job)
+        return 0.0
+
+    bench = Bench(policy=PolicyConfig(hash_prompts=True, prefill_terms=((1.0, look),)))
+    for worker_id in ("d", "p-0", "p-1"):
+        bench.join(worker_id, Role.DECODE if worker_id == "d" else Role.PREFILL)
     bench.submit(num_tokens=37, block_hashes=HASHES, cache_salt="s", conversation="c", tenant="t")
-    (request,) = bench.coordinator._book.requests.values()
-    job = request.next_job()
+    job = jobs[0]
     sequence = Sequence(
         seq_id=1,
         token_ids=list(PROMPT),
@@ -69,7 +86,7 @@ def test_a_policy_can_send_a_prompt_where_its_beginning_or_its_conversation_was_
 
 
 def known(bench: Bench, worker_id: str) -> KnownCache:
-    cache = bench.coordinator._book.workers.cluster.views[worker_id].cache
+    cache = bench.coordinator.workers.get(worker_id).cache
     assert cache is not None
     return cache
 
@@ -83,8 +100,7 @@ def test_by_default_no_prompt_is_hashed_and_no_cache_followed() -> None:
     bench.join("p", Role.PREFILL)
     assert bench.coordinator.block_sizes_to_hash() == frozenset()
     assert not bench.coordinator.config.policy.hash_prompts
-    (view,) = bench.coordinator._book.workers.views()
-    assert view.cache is None
+    assert bench.coordinator.workers.get("p").cache is None
     bench.coordinator.cache_changed("p", 1, whole=True, stored=(1,), removed=())
 
 
@@ -108,7 +124,7 @@ def test_who_shares_nothing_hashes_only_for_terms(looks: bool) -> None:
     for worker_id in "ab":
         bench.join(worker_id, Role.MIXED)
     assert bool(bench.coordinator.block_sizes_to_hash()) is looks
-    assert bench.coordinator._book.prefixes.break_even(bench.coordinator._book.workers.get("a")) is None
+    assert bench.coordinator.prefix_break_even() is None
 
 
 def test_what_a_process_was_given_or_told_is_forgotten_with_it() -> None:

@@ -79,7 +79,6 @@ def raises_once(error: BaseException, real: Callable[..., Any]) -> Callable[...,
 
 def _with_requests() -> Bench:
     bench = Bench()
-    bench.watch()
     for request_id in ALL:
         bench.submit(request_id)
     bench.turn()

@@ -176,8 +176,7 @@ def isolating_bench() -> Bench:
     bench.join("d", Role.DECODE, max_model_len=4096, num_blocks=4096)
     for index in range(3):
         bench.load(f"p{index}", num_running=1, blocks_active=1, blocks_free=255)
-    for length in ([10] * 30 + [400]) * 200:
-        bench.coordinator._book.long_prompts.arrived(length)
+    bench.come_and_go(*([10] * 30 + [400]) * 60)
     return bench
 
 
@@ -190,29 +189,38 @@ def hashing_bench() -> Bench:
     return bench
 
 
-def test_the_work_of_a_prompt_is_what_no_cache_has_of_it() -> None:
-    """Counts prompts of 400 tokens, of which all but 16 stand in a cache, as those of 16."""
+@pytest.mark.parametrize("is_known", [False, True])
+def test_the_work_of_a_prompt_is_what_no_cache_has_of_it(is_known: bool) -> None:
+    """Counts prompts of 400 tokens, of which all but 16 stand in a cache, as those of 16: then long ones are not most
+    of the work, and no worker is kept from one."""
     bench, hashes = hashing_bench(), tuple(range(1, 26))
     bench.coordinator.cache_changed("p1", 1, whole=True, stored=hashes[:24], removed=())
     bench.coordinator.cache_changed("d", 1, whole=True, stored=hashes, removed=())
-    for index in range(40):
-        bench.submit(f"{index}", num_tokens=400 if index % 4 else 16, block_hashes={16: hashes} if index % 4 else {})
-        bench.cancel(f"{index}")
-    assert set(bench.coordinator._book.long_prompts._newest) == {16}
+    for _ in range(2):
+        bench.come_and_go(*[10] * 30)
+        bench.come_and_go(400, block_hashes={16: hashes} if is_known else {})
+    for name in ("p1", "p2"):
+        bench.load(name, blocks_active=256, blocks_free=0)
+    bench.submit("long", num_tokens=400)
+    assert where(bench) == ({"long": "p0"} if is_known else {})
 
 
 def test_a_prompt_that_a_kept_worker_has_most_of_shows_that_it_is_needed() -> None:
     bench, hashes = hashing_bench(), tuple(range(1, 26))
     bench.coordinator.cache_changed("p0", 1, whole=True, stored=hashes[:24], removed=())
-    for length in ([10] * 30 + [400]) * 2:
-        bench.coordinator._book.long_prompts.arrived(length)
+    bench.come_and_go(*([10] * 30 + [400]) * 2)
     for name in ("p1", "p2"):
         bench.load(name, blocks_active=256, blocks_free=0)
     bench.submit("long", num_tokens=400)
     assert where(bench) == {}
     bench.submit("known", num_tokens=400, block_hashes={16: hashes})
     assert where(bench) == {"known": "p0"}
-    assert set(bench.coordinator._book.long_prompts._used_s) == {"p0"}
+    bench.cancel("known")
+    bench.load("p0", num_running=0, blocks_active=0, blocks_free=256, ms_per_prefill_token=1.0)
+    bench.wait(0.3)
+    assert where(bench) == {}, "it is idle, and was needed within the 400 ms that the long one would take"
+    bench.wait(0.2)
+    assert where(bench) == {"long": "p0"}
 
 
 def where(bench: Bench) -> dict[str, str]:

@@ -69,7 +69,7 @@ def bench() -> Bench:
     bench.join("d", Role.DECODE, max_num_seqs=1)
     for kind, length in (("chat", 200), ("talk", 220), ("essay", 800)):
         for _ in range(20):
-            bench.coordinator._book.output_lengths.observe("", KINDS[kind], length)
+            bench.serve(KINDS[kind], length)
     bench.load("d", **BUSY)
     return bench
 

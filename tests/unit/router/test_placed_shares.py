@@ -127,7 +127,7 @@ def test_a_flood_fills_half_of_the_line_beside_another() -> None:
     bench.cancel("light")
     for number in range(20):
         bench.submit(f"flood{number}", num_tokens=1000, tenant="flood")
-    most = bench.coordinator._book.config.policy.max_queued_tokens
+    most = bench.coordinator.config.policy.max_queued_tokens
     begun = [command for command in bench.take_legs(Role.PREFILL) if command.spec.tenant == "flood"]
     assert most / 2 <= 1000 * len(begun) < most / 2 + 1000
 
@@ -138,8 +138,7 @@ def test_who_begins_to_wait_has_no_more_than_its_credit() -> None:
     for number in range(2):
         bench.submit(f"flood{number}", num_tokens=int(CREDIT) + 100, tenant="flood")
     bench.submit("light", num_tokens=10, tenant="light")
-    [share] = [request.share for request in bench.coordinator._book.requests.values() if request.spec.tenant == "light"]
-    assert share.served == 100 + 10
+    assert bench.share("light").served == 100 + 10
 
 
 def test_the_parts_of_a_request_are_not_charged_its_prompt_again() -> None:
@@ -148,7 +147,7 @@ def test_the_parts_of_a_request_are_not_charged_its_prompt_again() -> None:
     bench.submit(num_tokens=100, num_answers=2, tenant="a")
     command = bench.take_leg(Role.DECODE)
     bench.say("d", DecodeAdmitted(command.leg), tokens(command, 1), tokens(command, 1, index=1))
-    [share] = [request.share for request in bench.coordinator._book.requests.values()]
+    share = bench.share("a")
     bench.lose("d")
     bench.join("d", Role.DECODE, incarnation=2)
     bench.wait(3.0)

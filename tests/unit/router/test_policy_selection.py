@@ -180,8 +180,8 @@ def test_what_a_worker_declares_reaches_policy() -> None:
             control_pb2.WorkerDescription(worker_id=name, roles=[role], incarnation=1, capacity=declared)
         )
         bench.join(name, info.roles, capacity=info.capacity)
-    views = {view.worker_id: view for view in bench.coordinator._book.workers.views()}
+    views = {view.worker_id: view for view in bench.coordinator.workers.views()}
     assert (views["p"].capacity, views["d"].capacity) == (2.5, 1.0)
     bench.submit("r")
-    assert bench.coordinator._book.workers.cluster.views["p"].num_legs == 1
-    assert bench.coordinator._book.workers.cluster.views["p"].num_requests == 1
+    assert bench.coordinator.workers.cluster.views["p"].num_legs == 1
+    assert bench.coordinator.workers.cluster.views["p"].num_requests == 1

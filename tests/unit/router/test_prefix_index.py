@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -133,18 +135,30 @@ def test_what_exceeds_a_pool_is_in_no_index() -> None:
 
 def test_workers_that_left_or_came_back_leave_nothing_behind() -> None:
     bench = Bench(policy=PRESETS["prefix_aware"])
-    workers = bench.coordinator._book.workers
     bench.join("p", Role.PREFILL)
     for incarnation in (2, 3):
         bench.coordinator.cache_changed("p", incarnation - 1, whole=True, stored=(16 * incarnation, 160), removed=())
-        (index,) = workers._prefix_indexes.values()
+        index = index_of(bench)
         assert len(index) == 2
         bench.lose("p")
         bench.join("p", Role.PREFILL, incarnation=incarnation)
         assert len(index) == 0
+    of_16 = weakref.ref(index)
+    del index
+    assert of_16() is index_of(bench)
     bench.lose("p")
     bench.join("p", Role.PREFILL, incarnation=4, block_size=8)
-    assert set(workers._prefix_indexes) == {8}
+    gc.collect()
+    assert of_16() is None
+    of_8 = weakref.ref(index_of(bench))
     bench.lose("p")
-    workers.drop(workers.get("p"))
-    assert not workers._prefix_indexes
+    assert bench.coordinator.withdraw("p", bench.now)
+    bench.wait(0.1)
+    gc.collect()
+    assert of_8() is None
+
+
+def index_of(bench: Bench) -> PrefixIndex:
+    cache = bench.coordinator.workers.get("p").cache
+    assert cache is not None
+    return cache.index

@@ -9,7 +9,7 @@ import pytest
 
 from services.router.coordinator.events import DecodeAdmitted, EmitPromptTokens, ImportReady, PromptTokens, SendLeg
 from services.router.coordinator.request import Phase
-from services.router.policy import Role
+from services.router.policy import Fingerprint, Role
 from tests.support.router_bench import Bench, started, tokens, two_of_each
 
 
@@ -112,13 +112,21 @@ def test_a_replay_of_a_scored_prompt_asks_for_nothing() -> None:
 
 
 def test_scores_bind_a_request_to_the_weights_they_came_from() -> None:
-    bench = two_of_each()
-    bench.submit(num_tokens=5, scores_prompt=True)
-    first = bench.take_leg(Role.PREFILL)
-    bench.say(first.worker_id, started(first), scores(first, 1, "a"))
-    request = bench.coordinator._book.requests["r"]
-    assert request.next_job().fingerprint == first.worker.fingerprint
-    bench.cancel()
+    bench = Bench()
+    for worker_id, weights in (("a", "L"), ("b", "M"), ("c", "L")):
+        bench.join(worker_id, Role.DECODE, fingerprint=Fingerprint(weights))
+    bench.submit("bound", num_tokens=5, scores_prompt=True)
+    bench.submit("free", num_tokens=5, scores_prompt=True)
+    bound, free = bench.take_legs(Role.DECODE)
+    assert (bound.worker_id, free.worker_id) == ("a", "b")
+    bench.say("a", DecodeAdmitted(bound.leg), scores(bound, 1, "a"))
+    for worker_id in ("c", "a"):
+        bench.lose(worker_id)
+    assert not bench.take_legs(Role.DECODE), "its weights are gone"
+    bench.join("c", Role.DECODE, incarnation=2)
+    assert bench.take_leg(Role.DECODE).worker_id == "c"
+    bench.cancel("bound")
+    bench.cancel("free")
     bench.assert_idle()
 
 

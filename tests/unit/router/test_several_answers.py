@@ -11,6 +11,7 @@ from services.core.errors import (
     InvalidRequest,
     ProtocolViolation,
 )
+from services.router.coordinator.config import CoordinatorConfig
 from services.router.coordinator.events import (
     CancelLeg,
     DecodeAdmitted,
@@ -21,6 +22,8 @@ from services.router.coordinator.events import (
     LeaseEnded,
     LegFailed,
     SendLeg,
+    Stage,
+    StageEnded,
 )
 from services.router.coordinator.request import Phase
 from services.router.policy import Role
@@ -70,11 +73,10 @@ def test_the_lease_is_sealed_by_the_last_first_token(bench: Bench) -> None:
     bench.submit(num_answers=2)
     prefill = bench.take_leg(Role.PREFILL)
     bench.say("p", started(prefill), tokens(prefill, 7))
-    (request,) = bench.coordinator._book.requests.values()
-    assert request.prefill is not None
-    assert request.prefill.sealed_s is None
+    assert not [each for each in bench.take_all(StageEnded) if each.stage is Stage.PREFILL]
     bench.say("p", tokens(prefill, 8, index=1))
-    assert request.prefill.sealed_s is not None
+    [sealed] = [each for each in bench.take_all(StageEnded) if each.stage is Stage.PREFILL]
+    assert sealed.outcome == "done"
     bench.cancel()
     bench.assert_idle()
 
@@ -222,10 +224,13 @@ def test_a_part_that_fails_for_good_ends_the_others() -> None:
 
 def test_crashes_before_it_came_apart_count_for_each_part() -> None:
     bench = two_of_each()
-    come_apart(bench)
-    parts = list(bench.coordinator._book.requests.values())
-    assert [len(part.setbacks.crashes) for part in parts] == [1, 1]
-    bench.cancel()
+    _, part = come_apart(bench)
+    for _ in range(CoordinatorConfig.max_crashes - 1):
+        assert not bench.failed
+        bench.say(part.worker_id, LegFailed(part.leg, ProtocolViolation("a step raised")))
+        bench.wait(CoordinatorConfig.last_chance_pause_s)
+        part = next(iter(bench.take_legs(Role.PREFILL)), part)
+    assert set(bench.failed) == {"r"}
     bench.assert_idle()
 
 
@@ -275,7 +280,7 @@ def test_the_loss_of_a_worker_under_all_parts_fails_the_request_once() -> None:
 def test_a_failed_leg_fails_for_all_its_answers(bench: Bench) -> None:
     _, decode = decoding(bench)
     bench.say("d", LegFailed(decode.leg, ProtocolViolation("a step raised")))
-    assert [part.answers[0].index for part in bench.coordinator._book.requests.values()] == [0, 1, 2]
+    assert [leg.index for leg in bench.take_legs(Role.PREFILL)] == [0, 1, 2]
     bench.cancel()
     bench.assert_idle()
 

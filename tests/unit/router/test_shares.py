@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.core.errors import Overloaded
 from services.router.coordinator.events import ExpectedRequest, FinishReason
+from services.router.coordinator.request import Phase
 from services.router.policy import Role, Shares
 from services.router.policy.shares import CREDIT, OUTPUT_COST, PROMPT_COST, RECENT_S
 from tests.support.router_bench import BUSY, Bench, started, tokens
@@ -148,7 +149,7 @@ def test_what_was_cached_is_not_charged_and_replays_are_not() -> None:
     bench.join("p", Role.PREFILL)
     bench.join("d", Role.DECODE)
     bench.submit(num_tokens=100, tenant="a")
-    [share] = [request.share for request in bench.coordinator._book.requests.values()]
+    share = bench.share("a")
     prefill = bench.take_leg(Role.PREFILL)
     assert share.served == 100
     bench.say("p", started(prefill, cached_tokens=96))
@@ -214,7 +215,7 @@ def test_prompts_that_are_being_tokenised_keep_nobody_out(bench: Bench) -> None:
         bench.submit(f"light{number}", tenant="light")
     for place in places:
         bench.coordinator.arrived(place)
-        if len(bench.coordinator._book.queue) + bench.coordinator.num_expected >= 8:
+        if bench.coordinator.phases()[Phase.QUEUED] + bench.coordinator.num_expected >= 8:
             with pytest.raises(Overloaded):
                 bench.submit("flood", tenant="flood")
     bench.coordinator.check()

@@ -22,8 +22,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from services.core.clock import epoch_ns
 from services.core.errors import ConfigError, NoWorker
 from services.rpc import names, telemetry, trace_export
-from services.rpc.telemetry import Tracer, configure_tracing
-from services.rpc.telemetry import TraceFileExporter
+from services.rpc.telemetry import TraceFileExporter, Tracer, configure_tracing
 from tests.support.patience import HANG_S
 
 Request = trace_service_pb2.ExportTraceServiceRequest

@@ -138,7 +138,7 @@ def test_what_is_seen_at_once_is_what_stands_in_the_caches(at_once: bool, monkey
     place = Coordinator.place
 
     def look(coordinator: Coordinator, now: float) -> None:
-        for view, pool in zip(coordinator._book.workers.views(), pools, strict=True):
+        for view, pool in zip(coordinator.workers.views(), pools, strict=True):
             assert view.cache is not None
             was_right.append(len(view.cache) == sum(part.num_blocks for part in pool._parts.values()))
         place(coordinator, now)

@@ -10,7 +10,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from services.core.clock import ManualClock
 from services.core.errors import StepFailed
-from services.engine.engine import Engine
 from services.engine.schedule.sequence import (
     SampledToken,
     SampleRow,
@@ -22,6 +21,7 @@ from services.engine.schedule.sequence import (
 from services.engine.step_tally import StepTally
 from services.kv.pool import Holder
 from services.rpc.prometheus import Rendering
+from tests.support.blocks import set_aside
 from tests.support.models import tiny_model
 from tests.support.workers import PREFILL, running_worker, worker_config, worker_metrics
 
@@ -34,15 +34,13 @@ def model(tmp_path: Path) -> Path:
 async def test_figures_and_their_aliases(model: Path) -> None:
     async with running_worker(worker_config(model, served_model_name="m"), PREFILL) as host:
         metrics = worker_metrics(host)
-        assert isinstance(host.engine, Engine)
-        with host.engine._lock:
-            blocks = host.engine._pool.allocate(32, Holder.SEQUENCE)
+        blocks = set_aside(host.engine, 32)
         text = generate_latest(metrics.registry).decode()
         strict = (await Rendering(metrics.registry).render("application/openmetrics-text"))[0].decode()
-        host.engine.release(blocks, Holder.SEQUENCE)
+        host.engine.release(blocks, Holder.IMPORT)
         metrics.close()
     assert {"vllm:num_requests_waiting", "baton_steps"} <= {family.name for family in parse_openmetrics(strict)}
-    assert 'baton_blocks{class="active"} 32.0' in text
+    assert 'baton_blocks{class="importing"} 32.0' in text
     assert 'baton_blocks{class="free"} 96.0' in text
     assert "baton_kv_usage_ratio 0.25" in text
     assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.25' in text

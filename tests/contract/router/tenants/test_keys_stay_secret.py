@@ -74,7 +74,7 @@ async def test_no_key_is_found_in_what_a_router_writes_and_answers(
             broken.setattr(Intake, "_tokenise", _fail)
             await ask(right)
         status = await cluster.control.GetStatus(control_pb2.GetStatusRequest())
-        told += [str(status), generate_latest(cluster.router._metrics.registry).decode()]
+        told += [str(status), generate_latest(cluster.metrics()).decode()]
         told += [span.to_json() for span in cluster.spans.get_finished_spans()]
     everything = "\n".join([*told, *written.texts, *map(_text, logs.values())])
     for expected in ("acme/", "401 ", "UNAUTHENTICATED", "PERMISSION_DENIED", "has expired", "a defect"):
