@@ -86,7 +86,11 @@ def tokenless(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
             2,
             "--cluster-token-file: there is no /no",
         ),
-        (["router", "--cluster-token-file", "/dev/null"], 2, "--cluster-token-file: /dev/null is not a regular file"),
+        (
+            ["router", "--control-port", "0", "--cluster-token-file", "/dev/null"],
+            2,
+            "--cluster-token-file: /dev/null is not a regular file",
+        ),
         (["router", "--control-port", "70000"], 2, "--control-port: 70000 must be in [0, 65535]"),
         (["up", "--control-port", "9400"], 2, "--control-port: 9400 is also "),
         (

@@ -32,5 +32,5 @@ def test_the_expected_break_even_is_taken_back_to_no_margin() -> None:
     even = control_pb2.PrefixBreakEven(
         tokens=round(prefix_break_even(time, COMPUTE_MS)), fixed_ms=time.fixed_ms, token_ms=time.token_ms
     )
-    assert _without_margin(even) == pytest.approx(prefix_break_even(time, COMPUTE_MS, margin=1.0), rel=0.05)
+    assert _without_margin(even) == pytest.approx(time.fixed_ms / (COMPUTE_MS - time.token_ms), rel=0.05)
     assert _without_margin(control_pb2.PrefixBreakEven()) == math.inf
