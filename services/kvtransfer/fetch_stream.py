@@ -10,7 +10,7 @@ Release.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,10 +27,11 @@ from services.core.errors import (
     ProtocolViolation,
     TransferFailed,
 )
+from services.kv.regions import Buffer
 from services.kvtransfer.wire import Announced
 
 FetchCall: TypeAlias = (
-    "grpc.aio.StreamStreamCall[kvtransfer_pb2.FetchRequest, tuple[kvtransfer_pb2.FetchResponse, list[memoryview]]]"
+    "grpc.aio.StreamStreamCall[kvtransfer_pb2.FetchRequest, tuple[kvtransfer_pb2.FetchResponse, Sequence[Buffer]]]"
 )
 ErrorOf: TypeAlias = Callable[[grpc.RpcError], BatonError]
 

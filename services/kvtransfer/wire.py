@@ -51,12 +51,13 @@ def carrying(blocks: kvtransfer_pb2.FetchBlocks, data: Sequence[Buffer]) -> byte
     return b"".join((_varint(_BLOCKS_TAG), _varint(sum(map(len, parts))), *parts))
 
 
-def response_of(received: bytes) -> tuple[kvtransfer_pb2.FetchResponse, list[memoryview]]:
-    """Returns a FetchResponse without the bytes of blocks in it, and these as views of what was received. Raises an
-    error if it is none."""
+def response_of(received: bytes) -> tuple[kvtransfer_pb2.FetchResponse, Sequence[Buffer]]:
+    """Returns a FetchResponse, and the bytes of blocks in it: as views of what was received, and no longer in the
+    response, unless it has more in it. Raises an error if it is none."""
     rest, blocks = _without(_BLOCKS_TAG, memoryview(received))
     if rest or len(blocks) != 1:
-        return kvtransfer_pb2.FetchResponse.FromString(received), []
+        response = kvtransfer_pb2.FetchResponse.FromString(received)
+        return response, list(response.blocks.data)
     head, carried = _without(_DATA_TAG, blocks[0])
     return kvtransfer_pb2.FetchResponse(blocks=kvtransfer_pb2.FetchBlocks.FromString(head)), carried
 

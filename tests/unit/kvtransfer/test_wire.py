@@ -42,6 +42,15 @@ def test_other_messages_come_as_they_are(response: kvtransfer_pb2.FetchResponse)
     assert response_of(response.SerializeToString()) == (response, [])
 
 
+@pytest.mark.parametrize("before", [b"", Response(blocks=Blocks(data=[b"first"])).SerializeToString()])
+def test_a_field_of_another_version_costs_no_block(before: bytes) -> None:
+    wire = before + carrying(Blocks(**HEAD), [memoryview(block) for block in DATA])
+    unknown = b"\xf8\x01\x07"  # field 31 is 7
+    for each in (wire, unknown + wire, wire + unknown):
+        _, views = response_of(each)
+        assert list(map(bytes, views)) == list(Response.FromString(each).blocks.data)
+
+
 def test_what_is_cut_off_is_no_message() -> None:
     wire = carrying(Blocks(**HEAD), [b"a" * 5, b"b" * 200])
     for end in range(1, len(wire)):
