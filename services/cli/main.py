@@ -16,6 +16,7 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
 from services.core.errors import BatonError, ConfigError
 from services.core.home import baton_home
@@ -106,6 +107,24 @@ def _prepare_streams() -> None:
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _lossy(sys.stderr)
+
+
+class _LossyFile(io.FileIO):
+    """Drops what cannot be written, on a full disk or to a reader that has gone."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
+def _lossy(stream: TextIO) -> TextIO:
+    """Returns standard error that never fails: no bar, word or log line is worth a command, and nobody could be told.
+    Below its lines is no buffer, in which what failed would stay until the last flush."""
+    raw: Any = _LossyFile(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(raw, stream.encoding, errors="backslashreplace", line_buffering=True)
 
 
 def _advice(error: OSError) -> str:
@@ -161,8 +180,7 @@ def _print_error(arguments: list[str], message: str) -> None:
     prog = f"baton {arguments[0]}" if arguments and arguments[0] in COMMANDS else "baton"
     # One line without control characters, whatever the message holds: it may come from a peer.
     line = printable(textwrap.shorten(message, width=2000, placeholder=" ..."))
-    with contextlib.suppress(OSError):  # a log on a full disk
-        print(f"{prog}: error: {line}", file=sys.stderr)
+    print(f"{prog}: error: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

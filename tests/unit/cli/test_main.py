@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 
 import pytest
+from tqdm import tqdm
 
 from services.cli import main as command_line
 from services.cli.cluster_output import PlainOutput
@@ -50,6 +51,32 @@ def test_a_full_disk_below_standard_output_is_one_line(
         full.flush()  # as the interpreter does at its end
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("error: standard output: No space left on device")
+
+
+@pytest.mark.parametrize("has_reader", [True, False])
+def test_what_standard_error_cannot_take_ends_no_command(
+    has_reader: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(arguments: list[str], prog: str) -> int:
+        with tqdm(total=2, mininterval=0) as bar:
+            bar.update(1)
+        print("waiting for another", file=sys.stderr, flush=True)
+        print("done")
+        return 0
+
+    monkeypatch.setitem(sys.modules, "say", types.SimpleNamespace(main=download))
+    monkeypatch.setitem(command_line.COMMANDS, "say", ("say", "downloads"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full" if has_reader else writer, "w") as bad:
+        monkeypatch.setattr(sys, "stderr", bad)
+        monkeypatch.setattr(sys, "__stderr__", bad)
+        assert command_line.main(["say"]) == 0
+        assert command_line.main(["no-such"]) == command_line.EXIT_USAGE
+        sys.stderr.flush()  # as the interpreter does at its end
+    if has_reader:
+        os.close(writer)
+    assert capsys.readouterr().out == "done\n"
 
 
 def test_a_reader_that_has_gone_ends_a_command_without_a_word(
