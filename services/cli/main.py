@@ -107,7 +107,8 @@ def _prepare_streams() -> None:
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if sys.stderr is sys.__stderr__:
+    is_own = sys.stderr is sys.__stderr__  # and no test's
+    if is_own:
         sys.stderr = _lossy(sys.stderr)
 
 
