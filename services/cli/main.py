@@ -16,7 +16,7 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from services.core.errors import BatonError, ConfigError
 from services.core.home import baton_home
@@ -109,7 +109,7 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     is_own = sys.stderr is sys.__stderr__  # and no test's
     if is_own:
-        sys.stderr = _lossy(sys.stderr)
+        sys.stderr = _lossy(sys.stderr.fileno(), sys.stderr.encoding)
 
 
 class _LossyFile(io.FileIO):
@@ -121,11 +121,11 @@ class _LossyFile(io.FileIO):
         return len(data)
 
 
-def _lossy(stream: TextIO) -> TextIO:
+def _lossy(fd: int, encoding: str) -> io.TextIOWrapper:
     """Returns standard error that never fails: no bar, word or log line is worth a command, and nobody could be told.
     Below its lines is no buffer, in which what failed would stay until the last flush."""
-    raw: Any = _LossyFile(stream.fileno(), "w", closefd=False)
-    return io.TextIOWrapper(raw, stream.encoding, errors="backslashreplace", line_buffering=True)
+    raw: Any = _LossyFile(fd, "w", closefd=False)
+    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
 
 
 def _advice(error: OSError) -> str:
