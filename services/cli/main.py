@@ -107,9 +107,8 @@ def _prepare_streams() -> None:
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    is_own = sys.stderr is sys.__stderr__  # and no test's
-    if is_own:
-        sys.stderr = _lossy(sys.stderr.fileno(), sys.stderr.encoding)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _lossy(sys.stderr)
 
 
 class _LossyFile(io.FileIO):
@@ -121,11 +120,11 @@ class _LossyFile(io.FileIO):
         return len(data)
 
 
-def _lossy(fd: int, encoding: str) -> io.TextIOWrapper:
+def _lossy(stream: Any) -> io.TextIOWrapper:
     """Returns standard error that never fails: no bar, word or log line is worth a command, and nobody could be told.
     Below its lines is no buffer, in which what failed would stay until the last flush."""
-    raw: Any = _LossyFile(fd, "w", closefd=False)
-    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
+    raw: Any = _LossyFile(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(raw, stream.encoding, errors="backslashreplace", line_buffering=True)
 
 
 def _advice(error: OSError) -> str:
