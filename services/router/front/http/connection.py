@@ -442,12 +442,7 @@ class BoundedConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._blocked_since_s = self._loop.time()
         self._room.is_there = False
-        # In the next turn, since a stream's head takes room too, and its first part follows in the same one.
-        self._loop.call_soon(self._pause)
-
-    def _pause(self) -> None:
-        if self._blocked_since_s is not None:
-            self._uvicorn.pause_writing()
+        self._uvicorn.pause_writing()
 
     def resume_writing(self) -> None:
         self._blocked_since_s = None
