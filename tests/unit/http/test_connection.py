@@ -297,22 +297,6 @@ async def test_parts_wait_for_a_client_that_does_not_read(stage: Stage, version:
     assert body == b"".join(PARTS) + b"data: [DONE]\n\n"
 
 
-<<<<<<< HEAD
-async def test_a_stream_whose_head_takes_the_rest_of_the_room(stage: Stage) -> None:
-    """Its first part comes with the head."""
-    client = await stage.client()
-    transport: Any = client.writer.transport
-    transport.pause_reading()
-    client.writer.write(GET % b"brimful" + LAST % b"parts")
-    assert await stage.app.begun.get() == "no room"
-    transport.resume_reading()
-    body = (await client.reader.read()).rpartition(b"\r\n\r\n" + b"%x\r\n" % len(PARTS[0]))[2]
-    assert body.startswith(PARTS[0])
-    assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-
-
-=======
->>>>>>> parent of c2a7487a (A stream's head and its first part go out in one turn, also where the head takes the client's last room)
 async def test_head(stage: Stage) -> None:
     client = await stage.client((GET % b"a").replace(b"GET", b"HEAD") + GET % b"a")
     _, headers, _ = await client.answer(is_to_head=True)
