@@ -34,13 +34,15 @@ def post(body: bytes, path: bytes = b"", more: bytes = b"") -> bytes:
 
 class App:
     """Answers with what it was asked. Below /held it waits for `release` first, /stream sends a part before that,
-    /early answers before the body has come, and /parts sends PARTS, each as soon as the client has room."""
+    /early answers before the body has come, /parts sends PARTS, each as soon as the client has room, and /pours sends
+    them without looking."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
         self.begun: asyncio.Queue[str] = asyncio.Queue()
         self.left: asyncio.Queue[str] = asyncio.Queue()
         """Paths of requests whose clients have left before the answer."""
+        self.num_poured = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, body = scope["path"], b""
@@ -54,6 +56,13 @@ class App:
                 await self._parts(Reply(send, scope["state"][ROOM], scope["state"][DIRECT]))
             finally:
                 self.begun.put_nowait("over")
+            return
+        if path == "/pours":
+            self.begun.put_nowait(path)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for self.num_poured, part in enumerate(PARTS, 1):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
             return
         more = True
         while more:
@@ -295,6 +304,14 @@ async def test_parts_wait_for_a_client_that_does_not_read(stage: Stage, version:
     if version == b"1.1":
         body = b"".join(body.split(b"\r\n")[1::2])  # without the sizes of its chunks
     assert body == b"".join(PARTS) + b"data: [DONE]\n\n"
+
+
+async def test_an_application_that_does_not_look_is_held_up(stage: Stage) -> None:
+    client = await stage.client(LAST % b"pours")
+    await stage.app.begun.get()
+    assert stage.app.num_poured < len(PARTS)
+    body = (await client.reader.read()).partition(b"\r\n\r\n")[2]
+    assert b"".join(body.split(b"\r\n")[1::2]) == b"".join(PARTS)
 
 
 async def test_head(stage: Stage) -> None:
@@ -564,6 +581,7 @@ SCENARIOS: list[Callable[[Stage], Coroutine[Any, Any, None]]] = [
     *(partial(test_pipelined_requests_are_answered_in_order, cut=cut) for cut in (1, 7, 1 << 20)),
     test_a_large_body,
     test_http_1_0,
+    test_an_application_that_does_not_look_is_held_up,
     *(
         partial(test_a_client_that_half_closes_after_its_last_request_reads_on, path=path)
         for path in (b"held", b"stream")
