@@ -92,7 +92,7 @@ def main() -> int:
     found = json.loads(path.read_text()) if path.exists() else {"machine": about, "parts": {}}
     for name in (name for name in wanted if name not in found["parts"]):
         print(f"== {name}", flush=True)
-        found["parts"][name] = {"ended": f"{datetime.datetime.now(datetime.UTC):%FT%TZ}", **run(PARTS[name])}
+        found["parts"][name] = {"began": f"{datetime.datetime.now(datetime.UTC):%FT%TZ}", **run(PARTS[name])}
         path.write_text(json.dumps(found, indent=1) + "\n")
     parts = found["parts"]
     for name, part in parts.items():
