@@ -33,6 +33,8 @@ from services.core.errors import BatonError, ConfigError
 from services.rpc import names
 from services.rpc.trace_export import otlp_exporters
 
+logger = logging.getLogger(__name__)
+
 Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, Value | None]
 """Attributes of a span. A value of None means that it is not known: the attribute is left out."""
@@ -43,6 +45,7 @@ _CUT_SHORT_S = 0.5
 _MAX_TRACEPARENT_CHARS = 128
 """The standard's has 55; later versions may append fields to it."""
 _W3C = TraceContextTextMapPropagator()
+_ID_FIELDS = ("traceId", "spanId", "parentSpanId")
 
 
 class OpenSpan:
@@ -209,11 +212,6 @@ def _traceparent(context: trace.SpanContext) -> str:
 
 def _known(attributes: Attributes) -> dict[str, Value]:
     return {name: value for name, value in attributes.items() if value is not None}
-
-
-logger = logging.getLogger(__name__)
-
-_ID_FIELDS = ("traceId", "spanId", "parentSpanId")
 
 
 def otlp_json(request: Message) -> str:

@@ -53,18 +53,25 @@ def image() -> Iterator[str]:
     docker("rmi", IMAGE, ROUTER_IMAGE)
 
 
+@contextlib.contextmanager
+def started(stack: Stack) -> Iterator[None]:
+    """Starts the stack's containers, waits until they are healthy, and leaves nothing of them."""
+    try:
+        stack.compose("up", "--detach")
+        stack.await_healthy(3)
+        yield
+    finally:
+        stack.compose("down", "--volumes", "--timeout", "1")
+    assert stack.remains() == []
+
+
 @pytest.fixture(scope="module", params=COMMANDS, ids=" ".join)
 def stack(request: pytest.FixtureRequest, image: str) -> Iterator[Stack]:
     if not has_compose(request.param):
         pytest.skip(f"{' '.join(request.param)} is not on this machine")
     stack = Stack(request.param)
-    try:
-        stack.compose("up", "--detach")
-        stack.await_healthy(3)
+    with started(stack):
         yield stack
-    finally:
-        stack.compose("down", "--volumes", "--timeout", "1")
-    assert stack.remains() == []
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +79,8 @@ def tls_stack(image: str) -> Iterator[Stack]:
     """Has TLS everywhere and two tenants. KV goes over sockets, not by shared memory, so that it needs TLS."""
     command = next(each for each in COMMANDS if has_compose(each))
     stack = Stack(command, TLS_FILE, CPU_TRANSPORT="tcp")
-    try:
-        stack.compose("up", "--detach")
-        stack.await_healthy(3)
+    with started(stack):
         yield stack
-    finally:
-        stack.compose("down", "--volumes", "--timeout", "1")
-    assert stack.remains() == []
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +88,8 @@ def network_stack(image: str) -> Iterator[Stack]:
     """Has workers that share nothing but a network."""
     command = next(each for each in COMMANDS if has_compose(each))
     stack = Stack(command, COMPOSE_PROFILES="network")
-    try:
-        stack.compose("up", "--detach")
-        stack.await_healthy(3)
+    with started(stack):
         yield stack
-    finally:
-        stack.compose("down", "--volumes", "--timeout", "1")
-    assert stack.remains() == []
 
 
 @pytest.mark.parametrize("name", [IMAGE, ROUTER_IMAGE])
