@@ -23,6 +23,8 @@ START ?= 0
 JOBS ?= 2
 # Processes that run tests: one more than cores on a small machine, since tests wait now and then.
 TEST_JOBS ?= 3
+# One that dies ends the run: pytest-xdist would wait for the rest of its file for ever.
+SIDE_BY_SIDE = -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0
 # Where the tests of the gate are (tests/conftest.py): asking there is quicker than looking through all.
 GATE := tests/sim tests/contract tests/unit tests/deploy
 BENCH_ARGS ?=
@@ -114,7 +116,7 @@ contracts: $(DEVELOPS)
 # they start processes or measure time or memory. No test of the gate measures anything; a smoke that may have failed
 # because the machine is busy runs once more (tests/smoke/conftest.py).
 test: install $(DEVELOPS)
-	$(BIN)/python -m pytest -m gate -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS) $(GATE)$(NONE_CHOSEN)
+	$(BIN)/python -m pytest -m gate $(SIDE_BY_SIDE) $(PYTEST_ARGS) $(GATE)$(NONE_CHOSEN)
 	$(BIN)/python -m pytest tests/smoke $(PYTEST_ARGS) || case $$? in \
 		1) echo "== once more:"; $(BIN)/python -m pytest tests/smoke --last-failed -rA $(PYTEST_ARGS) ;; \
 		5) test -n "$(PYTEST_ARGS)" ;; \
@@ -123,7 +125,7 @@ test: install $(DEVELOPS)
 
 test-all: export BATON_EXAMPLES = all
 test-all: test model
-	$(BIN)/python -m pytest -m "not gate and not process and not clock and not proof" -n $(TEST_JOBS) --dist loadfile \
+	$(BIN)/python -m pytest -m "not gate and not process and not clock and not proof" $(SIDE_BY_SIDE) \
 		--durations 15 $(PYTEST_ARGS)$(NONE_CHOSEN)
 	$(BIN)/python -m pytest -m "process and not clock and not smoke and not proof" --durations 15 $(PYTEST_ARGS)$(NONE_CHOSEN)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -46,8 +47,19 @@ async def test_a_deadline_beyond_all_time(cluster: Cluster, pair: Any) -> None:
     assert await drain(cluster, "prefill", (1 << 63) - 1) == (0, 0)
 
 
-async def test_two_operators_at_once(cluster: Cluster, pair: Any) -> None:
-    assert await asyncio.gather(*(drain(cluster, "prefill", 60_000) for _ in range(2))) == [(0, 0), (0, 0)]
+async def test_two_operators_at_once(cluster: Cluster, pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "services.router.conductor")
+    prefill, _ = pair
+    prefill.leaves = False
+    draining = [asyncio.create_task(drain(cluster, "prefill", 60_000)) for _ in range(2)]
+
+    async def both_have_come() -> bool:
+        return caplog.messages.count("draining worker prefill") == 2
+
+    await cluster.until(both_have_come)
+    await prefill.until(lambda: prefill.told_to_leave)
+    prefill.cut(orderly=True)
+    assert await asyncio.gather(*draining) == [(0, 0), (0, 0)]
 
 
 @pytest.mark.parametrize("name", ["nobody", "gone"])

@@ -23,7 +23,8 @@ BODY = {"prompt": "hello", "max_tokens": 4}
 
 
 class Written(logging.Handler):
-    """Keeps all that is logged, as text at once: gRPC logs objects whose text cannot be had when their call is over."""
+    """Keeps all that is logged, as text at once, and takes the objects out of the record, which pytest keeps: what gRPC
+    logs must not outlive its call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,6 +33,7 @@ class Written(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith("http"):  # that is this test's client
             self.texts += [self.format(record), str(vars(record))]
+        record.msg, record.args, record.exc_info = record.getMessage(), None, None
 
 
 @pytest.fixture
