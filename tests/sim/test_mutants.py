@@ -35,8 +35,11 @@ KINDS = (
     wrong_mutants,
 )
 MUTANTS = {mutant.__name__: mutant for kind in KINDS for mutant in kind.MUTANTS}
+KIND_OF = {mutant.__name__: kind.__name__.rpartition(".")[2] for kind in KINDS for mutant in kind.MUTANTS}
 ONE_OF_EACH = {kind.MUTANTS[0].__name__ for kind in KINDS}
 """Hunted by `make test-all`; the others take two hours, and `make proof` hunts them all."""
+IN_TEST_ALL = pytest.mark.timeout(1200)
+IN_PROOF = (pytest.mark.proof, pytest.mark.timeout(4 * 3600))
 SEEDS = range(2000)
 """Those that `test_simulation` runs."""
 STAGED = [seed for seed in SEEDS if seed % 5 in (2, 4)]
@@ -85,16 +88,19 @@ def found_at(name: str) -> int | None:
 @pytest.fixture(scope="module")
 def hunts(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[int | None]]]:
     """Yields the hunts for the chosen bugs, two at a time, each in a process that has no other bug."""
-    chosen = [name for name in MUTANTS if any(item.name.endswith(f"[{name}]") for item in request.session.items)]
+    chosen = [name for name in MUTANTS if any(item.name.endswith(f"-{name}]") for item in request.session.items)]
     with ProcessPoolExecutor(2, get_context("spawn"), end_with_parent) as pool:
         yield {name: pool.submit(found_at, name) for name in chosen}
 
 
 @pytest.mark.process
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ONE_OF_EACH else pytest.mark.proof) for name in MUTANTS]
+    "name",
+    [
+        pytest.param(name, marks=IN_TEST_ALL if name in ONE_OF_EACH else IN_PROOF, id=f"{KIND_OF[name]}-{name}")
+        for name in MUTANTS
+    ],
 )
 def test_a_deliberate_bug_is_found(name: str, hunts: dict[str, Future[int | None]]) -> None:
     assert hunts[name].result() is not None, f"{name} was not found"
