@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.core.hashing import BlockHash
-from services.engine import engine
 from services.engine.engine import Engine
+from services.kv import pool_face
 from services.kv.lease import Lease
 from services.kv.pool import BlockPool, Holder
 from services.kv.prefix_blocks import PrefixReservation, keep_prefix
 from services.kvtransfer.lending import Lender
-from services.store import engine as store
 from services.worker.prefixes import PrefixLoader
-from tests.sim.mutation import Bug, Mutant, both, replaced
+from tests.sim.mutation import Bug, Mutant, replaced
 
 # The source.
 
@@ -66,7 +65,7 @@ def indexes_what_is_brought_by_the_next_hashes() -> Bug:
     def keep_shifted(pool: BlockPool, reservation: PrefixReservation, hashes: Sequence[BlockHash]) -> None:
         keep_prefix(pool, reservation, [*hashes[1:], hashes[0]])
 
-    return both(replaced(engine, "keep_prefix", keep_shifted), replaced(store, "keep_prefix", keep_shifted))
+    return replaced(pool_face, "keep_prefix", keep_shifted)
 
 
 def keeps_the_references_to_what_was_brought() -> Bug:
@@ -74,7 +73,7 @@ def keeps_the_references_to_what_was_brought() -> Bug:
         pool.acquire(reservation.fresh, Holder.IMPORT)
         keep_prefix(pool, reservation, hashes)
 
-    return both(replaced(engine, "keep_prefix", keep), replaced(store, "keep_prefix", keep))
+    return replaced(pool_face, "keep_prefix", keep)
 
 
 def indexes_before_anything_has_come() -> Bug:

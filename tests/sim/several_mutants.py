@@ -33,11 +33,11 @@ def copies_the_partial_block_too_late() -> Bug:
     """The step computes first, and with it the source's next token."""
     schedule = Scheduler.schedule
 
-    def late(self: Scheduler, now: float) -> Any:
+    def late(self: Scheduler, now: float, most_prompt_tokens: int | None) -> Any:
         kept: dict[int, BlockCopy] = {} if self._step_number % 2 else dict(self._copies)
         for seq_id in kept:
             del self._copies[seq_id]
-        plan = schedule(self, now)
+        plan = schedule(self, now, most_prompt_tokens)
         self._copies |= {seq_id: copy for seq_id, copy in kept.items() if seq_id in self.sequences}
         return plan
 

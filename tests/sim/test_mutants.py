@@ -93,6 +93,13 @@ def hunts(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[int | Non
         yield {name: pool.submit(found_at, name) for name in chosen}
 
 
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_deliberate_bug_can_be_planted(name: str) -> None:
+    """The code changes, and most bugs are hunted by `make proof` alone."""
+    with MUTANTS[name]():
+        pass
+
+
 @pytest.mark.process
 @pytest.mark.long
 @pytest.mark.parametrize(
