@@ -10,11 +10,10 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from xml.etree import ElementTree
 
 from benchmarks.figure import Series
 from benchmarks.result import read_series
-from services.sim.chart import Axis, Chart
+from services.sim.chart import Axis, Chart, page
 
 _PRESETS = (
     ("presets-mooncake", "Mooncake's trace", ("",)),
@@ -100,16 +99,10 @@ def draw(results: Mapping[str, Sequence[Series]]) -> dict[str, str]:
             lines.setdefault(each.chart, []).append(dataclasses.replace(each, name=name))
     of_pages = {name for rows in PAGES.values() for row in rows for name in row}
     pictures = {name: chart.svg(lines[name]) for name, chart in CHARTS.items() if name in lines.keys() - of_pages}
-    for page, rows in PAGES.items():
-        shown = [[name for name in row if name in lines] for row in rows]
+    for name, rows in PAGES.items():
+        shown = [[(CHARTS[each], lines[each]) for each in row if each in lines] for row in rows]
         if any(shown):
-            pictures[page] = _grid(
-                [
-                    [CHARTS[name].svg(lines[name], [each for other in row for each in lines[other]]) for name in row]
-                    for row in shown
-                    if row
-                ]
-            )
+            pictures[name] = page([row for row in shown if row])
     return pictures
 
 
@@ -119,25 +112,6 @@ def write(pictures: Mapping[str, str], folder: Path) -> None:
         path = folder / f"{name}.svg"
         path.write_text(picture)
         print(f"written to {path}")
-
-
-def _grid(rows: Sequence[Sequence[str]]) -> str:
-    """Returns one picture of several that charts have drawn: rows from above, the pictures of a row from the left."""
-    parts, top, width = list[str](), 0, 0
-    for row in rows:
-        sizes = [_size(picture) for picture in row]
-        left = 0
-        for picture, (across, _) in zip(row, sizes, strict=True):
-            parts.append(picture.replace("<svg ", f"<svg x='{left}' y='{top}' ", 1).rstrip())
-            left += across
-        width, top = max(width, left), top + max(down for _, down in sizes)
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{top}' viewBox='0 0 {width} {top}'>"
-    return "\n".join([head, f"<rect width='{width}' height='{top}' fill='white'/>", *parts, "</svg>", ""])
-
-
-def _size(picture: str) -> tuple[int, int]:
-    root = ElementTree.fromstring(picture)
-    return int(root.attrib["width"]), int(root.attrib["height"])
 
 
 def main() -> None:

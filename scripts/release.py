@@ -25,7 +25,7 @@ _IMAGES = {"cpu": (), "router": ("--target", "router")}
 """Tags of the images, with what the build is told beyond deploy/Dockerfile's defaults."""
 _FROM_ENVIRONMENT = ("--build-arg", "BASE_IMAGE", "--build-arg", "TORCH_INDEX")
 """The build arguments that the environment may set, as for `docker compose build`."""
-_ALL = "baton-serving[worker,redis,s3,nixl]"
+_ALL = "baton-serving[worker,redis,s3,nixl,plot]"
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services import sim
+from services.cli.worker_packages import demand_plots
 from services.core.config import A_LOG_INTERVAL, log_interval, option
 from services.core.errors import ConfigError
 from services.core.home import baton_home
@@ -161,10 +162,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def check_outputs(plot: str, json: str) -> None:
-    """Raises ConfigError if what --plot or --json names cannot be written."""
+    """Raises ConfigError if what --plot or --json names cannot be written, and BatonError if nothing can draw."""
     if plot == "-":
         raise ConfigError("--plot: a picture goes to a file, not to stdout")
     if plot:
+        demand_plots("--plot")
         check_writable(Path(plot), "--plot")
     if json not in ("", "-"):
         check_writable(Path(json), "--json")

@@ -1,5 +1,5 @@
-"""Checks whether this installation can compute: torch and the packages around it come with the extra `worker`, and what
-a worker needs whose engine is vLLM with `worker-vllm`."""
+"""Checks what this installation can do: torch and the packages around it come with the extra `worker`, what a worker
+needs whose engine is vLLM with `worker-vllm`, what draws pictures with `plot`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def demand_torch(purpose: str) -> None:
 def demand_grammars(purpose: str) -> None:
     """Raises a BatonError that says what to install if a worker without torch lacks what compiles grammars."""
     _demand("llguidance", "worker-vllm", purpose)
+
+
+def demand_plots(purpose: str) -> None:
+    """Raises a BatonError that says what to install if there is no matplotlib."""
+    _demand("matplotlib", "plot", purpose)
 
 
 def _demand(package: str, extra: str, purpose: str) -> None:
