@@ -29,15 +29,15 @@ GREETING = struct.Struct("<8sQQQ")
 """The message sent with the descriptor: magic, incarnation, block_bytes, num_blocks."""
 MAGIC = b"baton-kv"
 
-# The most bytes of blocks that one message announces. It bounds the time of a single copy, for which a cancelled import
-# must wait.
 MESSAGE_BYTES = 16 << 20
+"""The most bytes of blocks that one message announces. It bounds the time of a single copy, for which a cancelled
+import must wait."""
 _PEER_CREDENTIALS = struct.Struct("3i")
 _RETRY_ACCEPT_S = 1.0
 _REFUSAL_LOG_EVERY_S = 10.0
 MAX_CONNECTIONS = 256
-"""The most connections; each worker of this host that fetches here has one. Further ones are refused, and fetch over
-gRPC."""
+"""The most connections; each worker of this host that fetches here has one. Further ones are refused, and fetch by
+another transport."""
 
 
 def socket_address(name: str) -> str:
