@@ -36,12 +36,11 @@ def num_slots_for(memory: BlockMemory, num_bytes: int) -> int:
 class StagingArea:
     """Has a memfd of slots, as a `BlockMemory`. A page takes memory when it is first written."""
 
-    def __init__(self, num_slots: int, block_bytes: int, *, seal: bool = True) -> None:
-        """Without `seal` other processes may map the slots for writing too."""
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
         self.num_blocks = num_slots
         self.block_bytes = block_bytes
         self.before_close: Callable[[], None] = lambda: None
-        self._memory = SealedMemory("baton-staging", num_slots * block_bytes, seal=seal)
+        self._memory = SealedMemory("baton-staging", num_slots * block_bytes)
         self._map = self._memory.map
         self._closed = False
         self.whole = Region(self._memory.address, num_slots * block_bytes, "cpu")
