@@ -3,7 +3,7 @@
 Starts `baton up` (router, one prefill worker, one decode worker), sends three prompts over gRPC and streams the
 answers, stops the cluster, then shows from the trace file where each request spent its time and how many bytes of KV
 were moved, and says in a few lines what that was. Uses the command line, and of Baton's own code only the line for
-those who wait. Exit status 0 only if all of that worked.
+those who wait and the pipe by which the cluster ends with this process. Exit status 0 only if all of that worked.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from services.cli.child import Lifeline
 from services.cli.waiting import waiting
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -111,7 +112,11 @@ class Cluster:
     def __init__(self, log_fd: int) -> None:
         command = [*BATON, "up", "--prefill", "1", "--decode", "1", "--port", "0", "--trace-file", str(TRACE_FILE)]
         heading(" ".join(["baton", *command[len(BATON) :]]))
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_fd, text=True)
+        self._lifeline = Lifeline()  # who is killed takes the cluster along
+        fd = self._lifeline.read_fd
+        self._process = subprocess.Popen(
+            [*command, "--lifeline-fd", str(fd)], stdout=subprocess.PIPE, stderr=log_fd, text=True, pass_fds=(fd,)
+        )
 
     def wait_until_ready(self, start_s: float) -> str:
         """Shows what it prints, and returns the router's address once a request would succeed."""
@@ -152,6 +157,7 @@ class Cluster:
         """Ends the child, whatever happened, and its children with it."""
         self._process.kill()
         self._process.wait()
+        self._lifeline.close()
         if self._process.stdout is not None:
             self._process.stdout.close()
 

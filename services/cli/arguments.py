@@ -47,6 +47,12 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"there is no {name}{near(name, known)}")
         return super().parse_args(args, namespace)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Checks as argparse does, but words a command within the command that is not there as `main` does."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(not_a_command(value, action.choices))
+        super()._check_value(action, value)
+
     def option_names(self) -> set[str]:
         """Returns the names of the options, also of commands within the command."""
         names = set(self._option_string_actions)
@@ -70,6 +76,11 @@ def near(name: str, names: Iterable[str]) -> str:
     """Returns a question whether the most similar name was meant; empty if none is similar."""
     found = difflib.get_close_matches(name, list(names), 1)
     return f" (did you mean {found[0]}?)" if found else ""
+
+
+def not_a_command(name: str, names: Iterable[str]) -> str:
+    """Returns the words for a command that is not there: with the one that was perhaps meant, and all that are."""
+    return f"{name!r} is not a command{near(name, names)}; there are {', '.join(names)}"
 
 
 def parsed(parser: Parser, config_type: type[T], argv: Sequence[str]) -> tuple[T, argparse.Namespace]:

@@ -158,9 +158,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
-        from services.cli.arguments import near
+        from services.cli.arguments import not_a_command
 
-        raise ConfigError(f"{command!r} is not a command{near(command, COMMANDS)}; there are {', '.join(COMMANDS)}")
+        raise ConfigError(not_a_command(command, COMMANDS))
     # Read when grpc is imported, here and in child processes: its own lines say nothing that Baton does not say.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     module = importlib.import_module(COMMANDS[command][0])

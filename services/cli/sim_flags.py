@@ -16,6 +16,7 @@ from pathlib import Path
 
 from services import sim
 from services.cli.worker_packages import demand_plots
+from services.core import own_files
 from services.core.config import A_LOG_INTERVAL, log_interval, option
 from services.core.errors import ConfigError
 from services.core.home import baton_home
@@ -187,7 +188,7 @@ def write_named(path: Path, content: str, flag: str) -> None:
     """Writes a file that a flag names. Raises ConfigError, which names the flag."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+        own_files.write_named(path, content.encode())
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from error
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import secrets
 import sys
 import tempfile
 import webbrowser
@@ -25,6 +26,7 @@ from services.cli.trace_view import ASCII, UNICODE, WIDTH, Ink, request_list, re
 from services.core.errors import ConfigError
 from services.core.home import baton_state
 from services.core.jaeger import A_WEB_ADDRESS, JAEGER_HELP, comparison_link, is_web_address, search_link, trace_link
+from services.core.own_files import write_named, write_whole
 from services.core.printable import printable
 
 _LISTED = 20
@@ -117,16 +119,15 @@ def _write_page(args: argparse.Namespace, requests: Sequence[RecordedRequest]) -
     from services.cli.trace_page import page  # reads more of Baton than is needed for text
 
     name = pathlib.Path(args.file).name
-    text = page(requests, name, args.jaeger_url)
+    text = page(requests, name, args.jaeger_url).encode(errors="backslashreplace")
     try:
         if args.html is not None:
             path = pathlib.Path(args.html).expanduser().absolute()
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            write_named(path, text)
         else:
-            path = _written_for_this_user(text.encode(errors="backslashreplace"))
+            path = _written_for_this_user(text)
     except OSError as error:
-        where = error.filename or args.html or tempfile.gettempdir()  # a full disk's error names no file
-        raise ConfigError(f"--html: the page cannot be written: {where}: {error.strerror}") from error
+        raise ConfigError(f"--html: the page cannot be written: {error.filename}: {error.strerror}") from error
     print(printable(str(path)))
     if args.open and not webbrowser.open(path.as_uri()):
         print("no browser could be opened here; open that file in one", file=sys.stderr)
@@ -136,24 +137,13 @@ def _written_for_this_user(page: bytes) -> pathlib.Path:
     """Returns the file in Baton's state directory that each call overwrites, so that no pages pile up; if that cannot
     be written, a temporary one. Others cannot read it. Raises OSError if neither can be written."""
     try:
-        folder = baton_state()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _new_file(page, folder / "trace.html")
+        path = baton_state() / "trace.html"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, page)
     except OSError:
-        return _new_file(page)
-
-
-def _new_file(page: bytes, path: pathlib.Path | None = None) -> pathlib.Path:
-    """Returns a new file with the page, which has taken the place of what was at `path`; by default a temporary one."""
-    fd, name = tempfile.mkstemp(prefix="baton-trace-", suffix=".html", dir=path.parent if path is not None else None)
-    made = pathlib.Path(name)
-    try:
-        with open(fd, "wb") as file:
-            file.write(page)
-        return made.replace(path) if path is not None else made
-    except OSError:
-        made.unlink()
-        raise
+        path = pathlib.Path(tempfile.gettempdir(), f"baton-trace-{secrets.token_hex(8)}.html")
+        write_whole(path, page)
+    return path
 
 
 def as_document(request: RecordedRequest) -> dict[str, Any]:

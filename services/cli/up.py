@@ -149,7 +149,7 @@ class UpConfig(
 def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Starts a local cluster and keeps it running until Ctrl-C.")
     configuration.add_arguments(parser, UpConfig)
-    parser.add_argument("--lifeline-fd", type=int, help=argparse.SUPPRESS)  # given by `baton run`
+    parser.add_argument("--lifeline-fd", type=int, help=argparse.SUPPRESS)  # by `baton run`, scripts/demo.py
     arguments = parser.parse_args(argv)
     Lifecycle(lifeline_fd=arguments.lifeline_fd).watch_lifeline()
     config = configuration.load(UpConfig, arguments)

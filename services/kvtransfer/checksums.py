@@ -14,6 +14,11 @@ def checksum(block: Buffer) -> int:
     return int(xxhash.xxh3_64_intdigest(block))
 
 
+def checksums_of(memory: BlockMemory, block_ids: Sequence[int]) -> list[int]:
+    """Returns the checksums of blocks, as they now are in memory. For a copy thread."""
+    return [checksum(block) for block in memory.read_blocks(block_ids)]
+
+
 def verify(memory: BlockMemory, block_ids: Sequence[int], expected: Sequence[int]) -> None:
     """Raises CorruptBlock unless the blocks, as they now are in memory, have the checksums that the source announced.
 
@@ -22,7 +27,6 @@ def verify(memory: BlockMemory, block_ids: Sequence[int], expected: Sequence[int
     if not expected:
         return
     # No name refers to a view of the memory when this raises: the error's traceback would keep it.
-    found = [checksum(block) for block in memory.read_blocks(block_ids)]
-    for block_id, computed, announced in zip(block_ids, found, expected, strict=True):
+    for block_id, computed, announced in zip(block_ids, checksums_of(memory, block_ids), expected, strict=True):
         if computed != announced:
             raise CorruptBlock(f"block {block_id} differs from what its source announced")

@@ -22,7 +22,6 @@ from services.core.daemon_threads import DaemonThreads
 from services.core.errors import (
     Draining,
     LeaseInvalid,
-    MalformedMessage,
     ProtocolViolation,
     StaleIncarnation,
     TransferFailed,
@@ -43,8 +42,6 @@ log = logging.getLogger(__name__)
 
 _ACK_BYTES = 16 << 20
 """How much is copied before it is acknowledged, while messages that carry blocks follow one another."""
-# The answer to a Release may be lost with the connection; the source gives the same leg the same answer again.
-_RELEASE_ATTEMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,19 +314,15 @@ class BlockFetcher:
         if not answer.valid:
             raise LeaseInvalid(answer.reason)
 
-    async def _released(self, order: FetchOrder, source: Any) -> kvtransfer_pb2.ReleaseResponse:
+    async def _released(self, order: FetchOrder, source: Any) -> Any:
         request = kvtransfer_pb2.ReleaseRequest(lease_id=order.lease_id, leg=order.leg)
-        for attempts_left in reversed(range(_RELEASE_ATTEMPTS)):
-            try:
-                answer: kvtransfer_pb2.ReleaseResponse | None = await source.Release(request, wait_for_ready=True)
-                if answer is None:
-                    raise MalformedMessage("the bytes received are not an answer of Release")
-                return answer
-            except grpc.aio.AioRpcError as error:
-                failure = as_transfer_error(error, self._peers.error_of)
-                if not attempts_left or not isinstance(failure, TransferFailed):
-                    raise failure from error
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            return await source.Release(request, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            if not isinstance(as_transfer_error(error, self._peers.error_of), TransferFailed):
+                raise
+        # The answer may be lost with the connection; the source gives the same leg the same answer again.
+        return await source.Release(request, wait_for_ready=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,9 +53,9 @@ def carrying(blocks: kvtransfer_pb2.FetchBlocks, data: Sequence[Buffer]) -> byte
 
 def response_of(received: bytes) -> tuple[kvtransfer_pb2.FetchResponse, Sequence[Buffer]]:
     """Returns a FetchResponse, and the bytes of blocks in it: as views of what was received, and no longer in the
-    response, unless it has more in it. Raises an error if it is none."""
-    rest, blocks = _without(_BLOCKS_TAG, memoryview(received))
-    if rest or len(blocks) != 1:
+    response. Raises an error if it is none."""
+    _, blocks = _without(_BLOCKS_TAG, memoryview(received))
+    if len(blocks) != 1:
         response = kvtransfer_pb2.FetchResponse.FromString(received)
         return response, list(response.blocks.data)
     head, carried = _without(_DATA_TAG, blocks[0])

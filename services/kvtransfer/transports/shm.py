@@ -14,12 +14,13 @@ import socket
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 
 from baton.v1 import kvtransfer_pb2
 from services.core.errors import ConfigError
 from services.kv.regions import BlockMemory
-from services.kvtransfer.checksums import checksum
+from services.kvtransfer.checksums import checksums_of
 from services.kvtransfer.transports import on_thread
 
 log = logging.getLogger(__name__)
@@ -28,15 +29,15 @@ GREETING = struct.Struct("<8sQQQ")
 """The message sent with the descriptor: magic, incarnation, block_bytes, num_blocks."""
 MAGIC = b"baton-kv"
 
-# The most bytes of blocks that one message announces. It bounds the time of a single copy, for which a cancelled import
-# must wait.
 MESSAGE_BYTES = 16 << 20
+"""The most bytes of blocks that one message announces. It bounds the time of a single copy, for which a cancelled
+import must wait."""
 _PEER_CREDENTIALS = struct.Struct("3i")
 _RETRY_ACCEPT_S = 1.0
 _REFUSAL_LOG_EVERY_S = 10.0
 MAX_CONNECTIONS = 256
-"""The most connections; each worker of this host that fetches here has one. Further ones are refused, and fetch over
-gRPC."""
+"""The most connections; each worker of this host that fetches here has one. Further ones are refused, and fetch by
+another transport."""
 
 
 def socket_address(name: str) -> str:
@@ -61,11 +62,9 @@ class PoolAnnouncer:
         return min(num_blocks, self._blocks_per_message)
 
     async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
-        checksums = await on_thread(self._reader, lambda: self._read(pool_blocks)) if self._checksums else []
+        read = partial(checksums_of, self._memory, pool_blocks)
+        checksums = await on_thread(self._reader, read) if self._checksums else []
         return kvtransfer_pb2.FetchBlocks(first_block=first_block, pool_blocks=pool_blocks, checksums=checksums)
-
-    def _read(self, pool_blocks: Sequence[int]) -> list[int]:
-        return [checksum(block) for block in self._memory.read_blocks(pool_blocks)]
 
 
 class ShmServer:

@@ -18,7 +18,7 @@ from services.kv.lease import FetchTicket, Lease
 from services.kv.regions import BlockMemory, Buffer, Region
 from services.kv.slots import SlotTable
 from services.kvtransfer.board import LeaseBoard
-from services.kvtransfer.checksums import checksum
+from services.kvtransfer.checksums import checksums_of
 from services.kvtransfer.transports.shm import MESSAGE_BYTES
 
 _FEWEST_SLOTS = 4
@@ -124,7 +124,7 @@ class Staging:
         """Copies blocks into the slots, on the reader's thread. Returns the slots' checksums, if wanted, else []."""
         with contextlib.ExitStack() as views:
             self._memory.copy_blocks(pool_blocks, [views.enter_context(self.area.slot(slot)) for slot in slots])
-        return [checksum(block) for block in self.area.read_blocks(slots)] if checksums else []
+        return checksums_of(self.area, slots) if checksums else []
 
     def filled(self, ticket: FetchTicket, slots: Sequence[int]) -> None:
         """Notes that a copy has ended. Called on the reader's thread, or where a copy was cancelled before it began."""

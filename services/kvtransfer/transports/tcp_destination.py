@@ -1,9 +1,8 @@
 """Reads blocks from other workers' sockets: the destination's end of the tcp transport.
 
-A fetch has a few connections to its source for itself, and as many copies at once, each of which reads on one of them,
-straight into the pool.
-Connections that a fetch has no more use for are kept for the next one. One in the middle of a message is closed, and
-only then can nothing write the blocks any more.
+A fetch has a few connections to its source for itself, and two copies at once on each: one is read, straight into the
+pool, while the source already knows what comes next. Connections that a fetch has no more use for are kept for the next
+one. One in the middle of a message is closed, and only then can nothing write the blocks any more.
 
 Owns: the connections, and the threads that read on them. Never: which blocks are fetched, or when.
 """

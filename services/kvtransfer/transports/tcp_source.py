@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from baton.v1 import kvtransfer_pb2, types_pb2
 from services.core.addresses import join
@@ -24,7 +25,7 @@ from services.core.errors import TransferFailed
 from services.core.listening import cannot_listen
 from services.kv.lease import FetchTicket
 from services.kv.regions import BlockMemory
-from services.kvtransfer.checksums import checksum
+from services.kvtransfer.checksums import checksums_of
 from services.kvtransfer.transports import PROBE_BYTES, on_thread
 from services.kvtransfer.transports.tcp import (
     ANSWER,
@@ -141,7 +142,8 @@ class TcpAnnouncer:
 
     async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
         self._announced += pool_blocks
-        checksums = await on_thread(self._reader, lambda: self._read(pool_blocks)) if self._checksums else []
+        read = partial(checksums_of, self._memory, pool_blocks)
+        checksums = await on_thread(self._reader, read) if self._checksums else []
         return kvtransfer_pb2.FetchBlocks(first_block=first_block, num_blocks=len(pool_blocks), checksums=checksums)
 
     def blocks(self, first_block: int, num_blocks: int) -> list[int] | None:
@@ -155,9 +157,6 @@ class TcpAnnouncer:
         """Sends an answer with the blocks' bytes."""
         num_bytes = len(pool_blocks) * self._memory.block_bytes
         connection.send([ANSWER.pack(num_bytes, GRANTED), *self._memory.read_blocks(pool_blocks)])
-
-    def _read(self, pool_blocks: Sequence[int]) -> list[int]:
-        return [checksum(block) for block in self._memory.read_blocks(pool_blocks)]
 
 
 class _Server:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
 import pytest
 
 from baton.v1 import types_pb2
@@ -17,7 +18,7 @@ from services.core.errors import CorruptBlock, LeaseInvalid, TransferFailed
 from services.kv.lease import FetchEnd, Lease, LeaseState
 from services.kv.regions import check_regions
 from services.kvtransfer.transports.staging import StagingArea, num_slots_for
-from tests.support.kv_harness import LAYOUT, TOKEN, Destination, Source, running, until
+from tests.support.kv_harness import LAYOUT, TOKEN, Destination, Source, opening, raw_stub, running, until
 from tests.support.kv_memory import DeviceMemory, Gate
 
 
@@ -296,6 +297,22 @@ async def test_a_slot_that_is_corrupted_on_the_way_is_data_loss() -> None:
         order = destination.order(source, lease, leg=2, transport="shm")
         assert (await destination.fetcher.fetch(order)).ready
         assert destination.holds(order.targets) == source.expected(lease)
+
+
+async def test_what_was_read_for_a_fetch_that_has_ended_meanwhile_is_not_sent() -> None:
+    """The pool's blocks may have been another sequence's by then."""
+    source = Source(num_slots=4)
+    gate = gate_reads(source)
+    async with running(source), raw_stub(source) as stub:
+        lease = source.lease(40, sealed=True)
+        call = stub.Fetch()
+        await call.write(opening(source, lease.lease_id, transport=types_pb2.TRANSPORT_SHM))
+        await gate.entered()
+        source.table.abort(lease.lease_id, source.clock.now())
+        gate.open()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await call.read()
+        assert ended.value.code() is grpc.StatusCode.ABORTED
 
 
 def test_a_slot_s_region_is_its_memory() -> None:

@@ -43,6 +43,8 @@ def test_a_commands_own_parser_says_which_options_there_are() -> None:
     actions = parser.add_subparsers(dest="action", parser_class=Parser)
     actions.add_parser("list").add_argument("--json", action="store_true")
     assert parser.parse_args(["list", "--json"]).json
+    with pytest.raises(ConfigError, match=r"^'lst' is not a command \(did you mean list\?\); there are list$"):
+        parser.parse_args(["lst"])
     with pytest.raises(ConfigError, match=r"there is no --jsn \(did you mean --json\?\)"):
         parser.parse_args(["list", "--jsn"])
 

@@ -79,3 +79,21 @@ def test_a_demo_that_is_told_to_stop_takes_its_cluster_along(tmp_path: pathlib.P
         process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     assert not psutil.pid_exists(child)
+
+
+def test_a_demo_that_is_killed_takes_its_cluster_along(tmp_path: pathlib.Path) -> None:
+    """Nothing of it can end the cluster any more: the cluster sees the end of a pipe."""
+    cluster = "import sys; from services.core.lifecycle import Lifecycle; "
+    cluster += "Lifecycle(lifeline_fd=int(sys.argv[-1]), orphan_grace_s=0).watch_lifeline(); "
+    cluster += f"import os, time; print('pid', os.getpid(), flush=True); time.sleep({_LONG_S})"
+    code = (
+        "import pathlib, sys; from scripts import demo; "
+        f"demo.BATON = (sys.executable, '-c', {cluster!r}); "
+        f"demo.LOG_FILE = demo.TRACE_FILE = pathlib.Path({str(tmp_path / 'file')!r}); sys.exit(demo.main())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = next(int(words[1]) for words in map(str.split, process.stdout) if words[:1] == ["pid"])
+        process.kill()
+        psutil.wait_procs([psutil.Process(child)], timeout=30)
+    assert not psutil.pid_exists(child)

@@ -118,6 +118,20 @@ async def test_the_card_comes_when_all_is_proven_and_names_what_there_is(tmp_pat
     drawn.screen.__exit__(None, None, None)
 
 
+def test_handoffs_are_done_when_all_workers_have_come(drawn: Drawn) -> None:
+    """Until then more pairs may come than those that are proven."""
+    names = ["prefill-0", "decode-0", "decode-1"]
+    for name in names:
+        drawn.screen.begun(name)
+        drawn.screen.serving(name, Ready(6, 7, 8))
+    for state, num_pairs, mark in ((JOINING, 1, False), (UP, 2, True)):
+        workers = {**dict.fromkeys(names, (UP, "")), "decode-1": (state, "")}
+        drawn.screen._take(ClusterStatus(workers, 0, num_pairs, num_pairs))
+        row = next(row for row in refreshed(drawn) if row.startswith("handoffs"))
+        assert f"{num_pairs} of {num_pairs} pairs proven" in row
+        assert ("✓" in row) == mark
+
+
 @pytest.mark.parametrize(
     ("about", "router", "lines"),
     [

@@ -15,6 +15,7 @@ from services.core.errors import NoWorker
 from services.rpc.names import Attr, Event, Span
 from services.rpc.telemetry import Tracer, configure_tracing
 from services.sim.trace_files import read_trace
+from tests.support.full_disk import full_disk
 
 
 @pytest.fixture
@@ -235,6 +236,18 @@ def test_a_page_that_finds_its_disk_full_says_which_file_it_was(tracers, tmp_pat
     close(tracers)
     assert main(["trace", str(tmp_path / "trace.jsonl"), "--html", "/dev/full"]) != 0
     assert "--html: the page cannot be written: /dev/full: No space left on device" in capsys.readouterr().err
+
+
+def test_a_page_that_finds_its_disk_full_leaves_the_one_before(tracers, tmp_path, capsys):
+    record(tracers, "req-1", 100.0)
+    close(tracers)
+    page = tmp_path / "page.html"
+    page.write_text("the one before")
+    with full_disk():
+        assert main(["trace", str(tmp_path / "trace.jsonl"), "--html", str(page)]) != 0
+    assert f"--html: the page cannot be written: {page}: " in capsys.readouterr().err
+    assert page.read_text() == "the one before"
+    assert {path.name for path in tmp_path.iterdir()} == {"page.html", "trace.jsonl"}
 
 
 @pytest.mark.parametrize(

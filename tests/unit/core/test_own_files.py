@@ -12,11 +12,14 @@ import pytest
 
 from services.cli.model_cache import new_entry
 from services.cli.run_log import RunLog
+from services.cli.sim_flags import write_named
+from services.core.errors import ConfigError
 from services.core.own_files import opened, write_whole
 from services.engine.native.build import copy_library
 from services.rpc.telemetry import TraceFileExporter
 from services.sim.profile import WorkerProfile, write_profile
 from services.worker.kept_verdicts import KeptVerdicts
+from tests.support.full_disk import full_disk
 
 KEPT = "what somebody else's file has"
 
@@ -43,7 +46,6 @@ def keep_verdict(folder: Path) -> None:
 PLACES: list[tuple[Callable[[Path], None], str]] = [
     (pull, ".org--model.lock"),
     (keep_profile, "profile.json"),
-    (keep_profile, ".profile.json.new"),
     (keep_kernels, "kernels.so"),
     (keep_verdict, "w.verdicts"),
     (keep_kernels, f"copying-{os.getpid()}-kernels.so"),
@@ -64,6 +66,46 @@ def test_a_link_leads_nowhere(tmp_path: Path, write: Callable[[Path], None], nam
         write(folder)
     assert other.exists() == exists
     assert not exists or other.read_text() == KEPT
+
+
+def name_figures(folder: Path) -> None:
+    write_named(folder / "figures.json", "{}\n", "--json")
+
+
+@pytest.mark.parametrize("write", [keep_profile, keep_verdict, name_figures])
+@pytest.mark.parametrize("exists", [True, False], ids=["file", "nothing"])
+def test_a_full_disk_costs_no_file_and_leaves_none(tmp_path: Path, write: Callable[[Path], None], exists: bool) -> None:
+    if exists:
+        write(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with full_disk(), contextlib.suppress(OSError, ConfigError):
+        write(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_what_is_named_is_written_into_a_link_or_a_pipe_that_is_there(tmp_path: Path) -> None:
+    """Such as /dev/stdout."""
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    for content in ("first", "second"):
+        write_named(link, content, "--json")
+        assert link.is_symlink()
+        assert target.read_text() == content
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_named(tmp_path / "pipe", "figures", "--json")
+        assert os.read(reader, 100) == b"figures"
+    finally:
+        os.close(reader)
+
+
+def test_a_file_that_is_written_again_is_read_by_those_who_could(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    name_figures(tmp_path)
+    figures.chmod(0o640)
+    name_figures(tmp_path)
+    assert stat.S_IMODE(figures.stat().st_mode) == 0o640
 
 
 def test_a_log_that_is_set_aside_goes_where_no_link_leads(tmp_path: Path) -> None:

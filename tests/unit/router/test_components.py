@@ -17,11 +17,18 @@ PROVEN, UNPROVEN, BROKEN = (
 
 
 def worker(worker_id: str, *roles, state=READY, reason: str = "", held: int = 0) -> control_pb2.WorkerStatus:
+    third = held // 3
     return control_pb2.WorkerStatus(
         worker=control_pb2.WorkerDescription(worker_id=worker_id, roles=roles),
         state=state,
         reason=reason,
-        load=types_pb2.LoadSnapshot(blocks_active=held, blocks_cached=5, blocks_free=95 - held),
+        load=types_pb2.LoadSnapshot(
+            blocks_importing=third,
+            blocks_leased=third,
+            blocks_active=held - 2 * third,
+            blocks_cached=5,
+            blocks_free=95 - held,
+        ),
     )
 
 
