@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "soak": ("-m", "", "tests/integration/endings/test_soak.py"),
     "times and memory": ("-m", "clock", "--ignore", "tests/integration/endings/test_soak.py"),
 }
-"""What pytest is asked for each: deliberate bugs of one kind are one part, since all of them take two hours."""
+"""What pytest is asked for each: each kind of deliberate bug is a part of its own."""
 MOST_ATTEMPTS = 3
 RESULTS = ROOT / "benchmarks" / "results"
 
