@@ -214,6 +214,9 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
         200.0, "objective for the longest time between two tokens of a request, ms, for baton slo, top and the console"
     )
     slo_e2e_ms: float = _objective_option(5000.0, "objective for the time to the last token, ms")
+    slo_queue_ms: float = _objective_option(
+        100.0, "objective for the time that a request waits for a worker, ms, for baton slo and the console"
+    )
     log_prompts: bool = option(
         False,
         "write prompts to the log, and show prompts and outputs in the console; else neither has text of clients",

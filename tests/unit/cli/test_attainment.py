@@ -12,7 +12,7 @@ from services.router.telemetry.slo import Objectives, grade_failed, grade_outcom
 from services.router.telemetry.tracing import error_outcome
 from services.rpc.status import CODES
 
-OBJECTIVES = Objectives(ttft_ms=500.0, tpot_ms=50.0, itl_ms=200.0, e2e_ms=5000.0)
+OBJECTIVES = Objectives(ttft_ms=500.0, tpot_ms=50.0, itl_ms=200.0, e2e_ms=5000.0, queue_ms=100.0)
 
 
 def error_of(kind: type[errors.BatonError]) -> errors.BatonError:
@@ -61,7 +61,7 @@ def test_failures_of_the_cluster_are_misses_however_soon() -> None:
 
 def test_what_could_never_be_served_does_not_count() -> None:
     found = attainment_of([EndedRequest(9000, failure="context_length_exceeded")], OBJECTIVES)
-    assert [found[latency]["all"].num_counted for latency in LATENCIES] == [0, 0, 0, 0]
+    assert [found[latency]["all"].num_counted for latency in LATENCIES] == [0] * len(LATENCIES)
     assert found["ttft"]["all"].attained is None
 
 
@@ -74,6 +74,19 @@ def test_what_its_client_ended_counts_where_its_time_was_up() -> None:
     assert (found["ttft"]["all"].num_counted, found["ttft"]["all"].num_met) == (2, 1)
     assert (found["itl"]["all"].num_counted, found["itl"]["all"].num_met) == (1, 0)
     assert found["tpot"]["all"].num_counted == found["e2e"]["all"].num_counted == 0
+
+
+def test_a_wait_counts_whatever_became_of_the_request() -> None:
+    requests = [
+        EndedRequest(1000, 100, queue_ms=80.1),
+        EndedRequest(1000, failure="internal", queue_ms=30),  # it failed on its worker
+        EndedRequest(1000, failure="no_worker"),  # it waited in vain
+        EndedRequest(50, failure="cancelled"),  # nobody knows
+        EndedRequest(10, 1),  # an echo, which needs no worker
+    ]
+    found = attainment_of(requests, OBJECTIVES)["queue"]["all"]
+    assert (found.num_counted, found.num_met, found.num_near) == (3, 2, 1)
+    assert found.percentiles_ms == {"p50": 30, "p95": 80.1, "p99": 80.1}
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
