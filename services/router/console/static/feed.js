@@ -16,7 +16,7 @@ export const feed = {
   workers: new Map(),
   pairs: new Map(),
   requests: new Map(),
-  // Of each second: {at, itl: {buckets_ms, counts}, output_tokens_per_s}
+  // Of each second: {at, itl: {buckets_ms, split, unsplit}, output_tokens_per_s}
   seconds: [],
   // "connecting", "live" or "lost"
   connection: "connecting",
@@ -109,9 +109,9 @@ async function lose() {
 }
 
 function greet(hello) {
-  if (feed.hello && feed.hello.router.pid !== hello.router.pid) {
-    feed.requests.clear();
-  }
+  const isOther = feed.hello?.incarnation !== hello.incarnation;
+  // Of those that live, all are told again: the end of the others came while this page did not look.
+  for (const [number, row] of feed.requests) if (isOther || row.phase !== "ended") feed.requests.delete(number);
   // What came before this page looked, or while it did not.
   feed.seconds = (hello.itl_before ?? []).map(({ at, itl }) => ({ at, itl, output_tokens_per_s: null }));
   feed.hello = hello;
