@@ -52,14 +52,15 @@ export function useDetail(number) {
         const response = await fetch(`/console/requests/${number}`);
         if (response.status === 401) return location.reload();
         if (isOver) return undefined;
-        if (!response.ok) return set({ number, detail: null, problem: response.status });
+        if (response.status === 404) return set({ number, detail: null, problem: 404 });
+        if (!response.ok) throw new Error(`${response.status}`);
         const detail = await response.json();
         if (isOver) return undefined;
         set({ number, detail, problem: null });
         if (detail.row.phase === "ended") return undefined;
       } catch {
         if (isOver) return undefined;
-        set((before) => ({ ...before, problem: "lost" }));
+        set((before) => ({ number, detail: before.number === number ? before.detail : null, problem: "lost" }));
       }
       timer = setTimeout(ask, 1000);
       return undefined;
