@@ -7,10 +7,13 @@ import asyncio
 import pytest
 
 from services.cli.attainment import LATENCIES, EndedRequest, attainment_of
+from services.cli.slo import of_timeline
 from services.core import errors
 from services.router.telemetry.slo import Objectives, grade_failed, grade_outcome
 from services.router.telemetry.tracing import error_outcome
+from services.rpc.plain import plain
 from services.rpc.status import CODES
+from tests.support.scripted_control import split_timeline
 
 OBJECTIVES = Objectives(ttft_ms=500.0, tpot_ms=50.0, itl_ms=200.0, e2e_ms=5000.0, queue_ms=100.0)
 
@@ -87,6 +90,15 @@ def test_a_wait_counts_whatever_became_of_the_request() -> None:
     found = attainment_of(requests, OBJECTIVES)["queue"]["all"]
     assert (found.num_counted, found.num_met, found.num_near) == (3, 2, 1)
     assert found.percentiles_ms == {"p50": 30, "p95": 80.1, "p99": 80.1}
+
+
+def test_a_wait_in_vain_has_no_length() -> None:
+    message = split_timeline(1)
+    assert of_timeline(plain(message)).queue_ms == 4.0
+    message.stages.add(name="queue", start_us=7_000, end_us=9_000, attempt=2, outcome="done")
+    assert of_timeline(plain(message)).queue_ms == 6.0, "all waits together"
+    message.stages.add(name="queue", start_us=9_000, end_us=10_000, attempt=3, outcome="abandoned")
+    assert of_timeline(plain(message)).queue_ms is None
 
 
 def test_percentiles_are_by_nearest_rank() -> None:

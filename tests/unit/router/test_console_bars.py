@@ -124,6 +124,7 @@ def test_a_request_that_lives_has_open_bars() -> None:
         (105, 120, 1, [(120, None, False)]),  # nothing of it could run beside the prompt
         (105, 13, 2, [(13, 105, True)]),  # it is over, and how long it took is told at the end
         (105, 120, 2, []),
+        (None, 11, 0, []),  # that was the decode leg before this one
     ],
 )
 def test_the_transfer_of_a_request_that_lives_is_drawn_as_far_as_it_is_known(
