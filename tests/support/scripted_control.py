@@ -35,9 +35,6 @@ class ScriptedControl(control_pb2_grpc.ControlServiceServicer):
         self._changes = 0
         self._timelines: dict[int, tuple[int, control_pb2.Timeline]] = {}
 
-    def forget(self, number: int) -> None:
-        del self._timelines[number]
-
     def set(self, *timelines: control_pb2.Timeline) -> None:
         for each in timelines:
             self._changes += 1
