@@ -147,6 +147,12 @@ class PublicConfig(TenantConfig):
     )
     jaeger_url: str = option("", JAEGER_HELP, check=lambda url: not url or is_web_address(url), must=A_WEB_ADDRESS)
 
+    def serves_console(self, host: str) -> bool:
+        """Returns whether the console is served where the router binds `host`: to everybody on loopback where there are
+        no tenants, else only with a token."""
+        is_private = is_loopback(bare_host(host)) and not self.tenants
+        return self.console and (is_private or bool(self.console_token_file))
+
 
 @dataclass(frozen=True)
 class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, MembershipConfig, ListenConfig, ModelName):

@@ -27,7 +27,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from services.core.addresses import bare_host, is_loopback
 from services.core.clock import Clock
 from services.core.cluster_token import token_of_file
 from services.core.ids import new_incarnation
@@ -93,7 +92,7 @@ def make_console(
     """
     if config.http_port < 0 or not config.console:
         return None
-    if not config.console_token_file and (config.tenants or not is_loopback(bare_host(config.host))):
+    if not config.serves_console(config.host):
         log.info("no console: it is served on loopback to everybody where there are no tenants, or with %s", FLAG)
         return None
     token = token_of_file(config.console_token_file, FLAG) if config.console_token_file else ""
