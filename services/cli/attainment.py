@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from services.router.telemetry.slo import Grade, Objectives, grade, grade_outcome
 
-LATENCIES = ("ttft", "tpot", "itl", "e2e")
-"""To the first token; the mean of the tokens after it; the longest time between two; to the end."""
+LATENCIES = ("ttft", "tpot", "itl", "queue", "e2e")
+"""To the first token; the mean of the tokens after it; the longest time between two; all waits for a worker; to the
+end."""
 GROUPS = ("all", "split", "unsplit")
 PERCENTS = (50, 95, 99)
 
@@ -30,6 +31,7 @@ class EndedRequest:
     """The outcome, if it is a failure's, as metrics name it."""
     is_split: bool | None = None
     """None: it was not given to two workers, nor all of it to one."""
+    queue_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ def _value(latency: str, request: EndedRequest) -> float | None:
             return request.tpot_ms
         case "itl":
             return request.longest_itl_ms
+        case "queue":
+            return request.queue_ms
         case _:
             return None if request.failure else request.total_ms
 
@@ -93,15 +97,15 @@ def _grade(latency: str, request: EndedRequest, target: float) -> Grade | None:
     """Returns the grade, or None if the objective is not for this request: it has one token, and so no time between
     two, or it failed in a way that does not count.
 
-    The time to the first token is what it is, whatever became of the request. Of a failed request's times between
-    tokens, what is known has an end that is not.
+    The time to the first token, and that in the queue, are what they are, whatever became of the request. Of a failed
+    request's times between tokens, what is known has an end that is not.
     """
     value = _value(latency, request)
-    if value is not None and (latency == "ttft" or not request.failure):
+    if value is not None and (latency in ("ttft", "queue") or not request.failure):
         return grade(value / 1e3, target / 1e3)
     if not request.failure:
         return None
-    elapsed_ms = request.total_ms if latency in ("ttft", "e2e") else value or 0.0
+    elapsed_ms = request.total_ms if latency in ("ttft", "queue", "e2e") else value or 0.0
     return grade_outcome(request.failure, elapsed_ms / 1e3, target / 1e3)
 
 

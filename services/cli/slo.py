@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ _WORDS = {
     "ttft": "first token",
     "tpot": "mean later token",
     "itl": "longest gap",
+    "queue": "wait for a worker",
     "e2e": "whole request",
 }
 
@@ -108,6 +109,11 @@ def of_timeline(timeline: dict[str, Any]) -> EndedRequest:
         longest_itl_ms=_ms(timeline, "longest_itl_us"),
         failure="" if timeline["outcome"] in SUCCEEDED else timeline["outcome"],
         is_split=prefill != decode if prefill and decode else None,
+        queue_ms=_waited_ms(
+            ((each["end_us"] - each["start_us"]) / 1e3, each["outcome"])
+            for each in timeline["stages"]
+            if each["name"] == Span.QUEUE and "end_us" in each
+        ),
     )
 
 
@@ -142,14 +148,16 @@ def _of_trace(requests: Sequence[RecordedRequest]) -> Iterator[EndedRequest]:
             # The client of a request whose task was cancelled has left.
             failure="cancelled" if failure == "cancellederror" else failure,
             is_split=prefill != decode if prefill and decode else None,
+            queue_ms=_waited_ms(
+                (each.duration_ms, each.attributes.get(Attr.OUTCOME)) for each in request.named(Span.QUEUE)
+            ),
         )
 
 
 def default_objectives() -> Objectives:
     """Returns the objectives of a router that was given none."""
-    return Objectives(
-        RouterConfig.slo_ttft_ms, RouterConfig.slo_tpot_ms, RouterConfig.slo_itl_ms, RouterConfig.slo_e2e_ms
-    )
+    config = RouterConfig
+    return Objectives(config.slo_ttft_ms, config.slo_tpot_ms, config.slo_itl_ms, config.slo_e2e_ms, config.slo_queue_ms)
 
 
 def text(source: str, observed: Observed) -> list[str]:
@@ -194,6 +202,12 @@ def _document(source: str, observed: Observed) -> dict[str, Any]:
             for latency, groups in attainment_of(observed.ended, observed.objectives).items()
         },
     }
+
+
+def _waited_ms(waits: Iterable[tuple[float, object]]) -> float | None:
+    """Returns the time of all waits for a worker, each with its outcome; None if there was none, or one was in vain."""
+    found = list(waits)
+    return sum(ms for ms, _ in found) if found and all(outcome != "abandoned" for _, outcome in found) else None
 
 
 def _of_root(request: RecordedRequest, name: str) -> object:

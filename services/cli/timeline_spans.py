@@ -92,6 +92,9 @@ def _spans(bars: list[Bar], message: control_pb2.Timeline, arrived_ns: int, tota
         attributes: dict[str, Any] = {Attr.WORKER: bar.worker, Attr.OUTCOME: bar.outcome}
         attributes |= bar.attributes
         end_ns = max(start_ns, at_ns(total_ms if bar.end_ms is None else bar.end_ms))
+        if bar.kind == "transfer":  # of one that goes on, what was hidden is known
+            sealed_ns = events[0].at_ns if events else end_ns if bar.hidden else start_ns
+            attributes.setdefault(Attr.TRANSFER_EXPOSED_MS, (end_ns - sealed_ns) / 1e6)
         if not bar.depth:
             events += [
                 SpanEvent(Event.RETRY, at_ns(stage.start_us / 1e3), {Attr.ATTEMPT: stage.attempt})

@@ -172,7 +172,9 @@ class TopApp(App[None]):
         if status is None or not self.is_running:  # an app that ends takes its widgets away first
             return
         if (screen := self._opened) is not None:
-            screen.request = self._feed.request(screen.request.timeline["number"]) or screen.request
+            newest = self._feed.request(screen.request.timeline["number"])
+            if newest is not None and newest.message.request_id == screen.request.message.request_id:
+                screen.request = newest  # another router may have one of that number
             screen.show(now)
         lines = heading(self._feed.target, status, longest_wait_s(requests, now))
         self.query_one("#heading", Static).update(Text("\n").join([*map(Text, lines), _legend()]))

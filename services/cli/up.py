@@ -50,7 +50,6 @@ from services.cli.plan import (
 from services.cli.readiness import local_address
 from services.cli.tables import size
 from services.core import config as configuration
-from services.core.addresses import bare_host, is_loopback
 from services.core.config import DEFAULT_PORT, option, port_option
 from services.core.container import cpu_quota
 from services.core.errors import ConfigError
@@ -199,8 +198,7 @@ def _output(
             host=config.host,
             model_id=model.model_id,
             drain_s=config.drain_s,
-            has_console=config.console
-            and (bool(config.console_token_file) or (is_loopback(bare_host(config.host)) and not config.tenants)),
+            has_console=config.serves_console(config.host),
             needs_key=bool(config.tenants),
             console_token_file=config.console_token_file,
             cluster_token_file=config.cluster_token_file,

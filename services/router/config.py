@@ -147,6 +147,12 @@ class PublicConfig(TenantConfig):
     )
     jaeger_url: str = option("", JAEGER_HELP, check=lambda url: not url or is_web_address(url), must=A_WEB_ADDRESS)
 
+    def serves_console(self, host: str) -> bool:
+        """Returns whether the console is served where the router binds `host`: to everybody on loopback where there are
+        no tenants, else only with a token."""
+        is_private = is_loopback(bare_host(host)) and not self.tenants
+        return self.console and (is_private or bool(self.console_token_file))
+
 
 @dataclass(frozen=True)
 class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, MembershipConfig, ListenConfig, ModelName):
@@ -214,6 +220,9 @@ class RouterConfig(LogConfig, DrainConfig, RoutingConfig, PublicConfig, Membersh
         200.0, "objective for the longest time between two tokens of a request, ms, for baton slo, top and the console"
     )
     slo_e2e_ms: float = _objective_option(5000.0, "objective for the time to the last token, ms")
+    slo_queue_ms: float = _objective_option(
+        100.0, "objective for the time that a request waits for a worker, ms, for baton slo and the console"
+    )
     log_prompts: bool = option(
         False,
         "write prompts to the log, and show prompts and outputs in the console; else neither has text of clients",

@@ -182,7 +182,9 @@ class Router:
             freed=self._trimmer.soon,
         )
         limits = BodyLimits(config.max_message_bytes, config.max_text_bytes)
-        objectives = Objectives(config.slo_ttft_ms, config.slo_tpot_ms, config.slo_itl_ms, config.slo_e2e_ms)
+        objectives = Objectives(
+            config.slo_ttft_ms, config.slo_tpot_ms, config.slo_itl_ms, config.slo_e2e_ms, config.slo_queue_ms
+        )
         self._console = make_console(
             config,
             self.catalogue,

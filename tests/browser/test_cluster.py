@@ -18,6 +18,7 @@ from tests.support.cluster import greedy_request
 from tests.support.console_feed import HOSTILE
 from tests.support.console_page import VIEWS, ConsolePage, looking
 from tests.support.models import tiny_model
+from tests.support.patience import HANG_S, Patience
 from tests.support.processes import environment
 from tests.support.real_cluster import RealCluster, Status, real_cluster
 
@@ -126,6 +127,21 @@ async def test_every_view_under_load(browser: Any, served: Served, scheme: str) 
                         await console.document("request", 680)
 
 
+async def replayed_from(console: ConsolePage, url: str, worker: str) -> str:
+    """Returns the link of a finished request whose decode on `worker` was lost, once there is one. Others may have been
+    placed again for other reasons, and finish first."""
+    patience = Patience(HANG_S)
+    while not patience.is_over():
+        links = console.page.locator("tbody tr:has-text('length') th a")
+        for href in await links.evaluate_all("links => links.map((link) => link.getAttribute('href'))"):
+            answer = await console.page.request.get(f"{url}console/{href.removeprefix('#')}")
+            stages = (await answer.json())["row"]["stages"]
+            if any((each["name"], each["worker"], each["outcome"]) == ("decode", worker, "lost") for each in stages):
+                return str(href)
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"no finished request lost its decode on {worker}")
+
+
 async def test_a_killed_worker_and_the_replay_of_what_ran_there(browser: Any, served: Served) -> None:
     cluster, url = served.cluster, served.url
     async with looking(browser, url) as console:
@@ -140,7 +156,7 @@ async def test_a_killed_worker_and_the_replay_of_what_ran_there(browser: Any, se
             await console.keep("real-cluster-killed")
             await console.page.get_by_role("link", name="Requests").click()
             await console.page.get_by_label("placed again").check()
-            await (await console.see("tbody tr:has-text('length') th a")).click()
+            await console.page.locator(f"th a[href='{await replayed_from(console, url, 'decode-1')}']").click()
             assert "the decode on decode-1 was given up (lost)" in await console.text(".story-fault")
             await console.see("tr.wf-bad:has-text('lost')")
             await console.keep("real-request-replayed")

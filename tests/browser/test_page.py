@@ -118,3 +118,43 @@ async def test_no_file_of_the_page_asks_more_than_the_policy_allows() -> None:
         assert "innerHTML" not in source, name
         assert "eval(" not in source, name
         assert "https://" not in source, name
+
+
+async def test_a_request_is_asked_for_again_after_any_answer_but_that_it_is_forgotten(
+    browser: Any, feed: ConsoleFeed
+) -> None:
+    """A proxy before a router that is started again answers in its place."""
+    is_away = True
+    async with looking(browser, feed.url, expected=LOST) as console:
+
+        async def answer(route: Any) -> None:
+            await (route.fulfill(status=502) if is_away else route.continue_())
+
+        await console.page.route("**/console/requests/1", answer)
+        await console.page.goto(f"{feed.url}#requests/1")
+        await console.see("text=The router does not answer; trying again.")
+        is_away = False
+        await console.see(".story:has-text('prefill-0 computed the prompt')")
+
+
+async def test_what_is_written_while_an_answer_comes_stays(browser: Any, feed: ConsoleFeed) -> None:
+    is_written = asyncio.Event()
+    async with looking(browser, feed.url) as console:
+        page = console.page
+
+        async def answer(route: Any) -> None:
+            await is_written.wait()
+            await route.fulfill(content_type="text/event-stream", body="data: [DONE]\n\n")
+
+        await page.route("**/v1/chat/completions", answer)
+        await console.show("playground")
+        text = page.get_by_label("Message", exact=True)
+        for then in ("and then?", ""):
+            await text.fill("one")
+            await page.get_by_role("button", name="Send").click()
+            await console.see("[aria-busy=true]")
+            await text.fill(then or "one")
+            is_written.set()
+            await console.see("button:has-text('Send')")
+            assert await text.input_value() == then, "what was sent is taken away, and nothing else"
+            is_written.clear()

@@ -206,7 +206,8 @@ class ConsoleFeed:
         }
         self.hello: dict[str, Any] = {
             "router": about,
-            "objectives": {"ttft_ms": 500.0, "tpot_ms": 50.0, "itl_ms": 200.0, "e2e_ms": 30_000.0},
+            "objectives": {"ttft_ms": 500.0, "tpot_ms": 50.0, "itl_ms": 200.0, "queue_ms": 100.0, "e2e_ms": 30_000.0},
+            "near": 0.8,
             "log_prompts": False,
             "needs_key": False,
         }
@@ -236,8 +237,13 @@ class ConsoleFeed:
             }
         ]
         self.num_viewers = 0
+        self._num_cuts = 0
         self.end: Callable[[], None] = lambda: None
         """Lets all viewers go and stops serving."""
+
+    def cut(self) -> None:
+        """Ends the streams of all who look: their browsers connect again."""
+        self._num_cuts += 1
 
     @property
     def url(self) -> str:
@@ -280,9 +286,10 @@ class ConsoleFeed:
 
     async def _told(self) -> AsyncIterator[str]:
         self.num_viewers += 1
+        cuts = self._num_cuts
         try:
             yield _event("hello", {**self.hello, "at": time.time()})
-            while True:
+            while cuts == self._num_cuts:
                 yield _event("state", self.state())
                 yield _event("requests", {"at": time.time(), "requests": self.rows})
                 await asyncio.sleep(0.5)

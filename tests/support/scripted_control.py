@@ -13,7 +13,7 @@ from baton.v1 import control_pb2, control_pb2_grpc, types_pb2
 from tests.support.trusted import CLUSTER_TOKEN
 
 ROLES = {"prefill": types_pb2.WORKER_ROLE_PREFILL, "decode": types_pb2.WORKER_ROLE_DECODE}
-OBJECTIVES = {"ttft_ms": 500.0, "tpot_ms": 50.0, "itl_ms": 200.0, "e2e_ms": 5000.0}
+OBJECTIVES = {"ttft_ms": 500.0, "tpot_ms": 50.0, "itl_ms": 200.0, "e2e_ms": 5000.0, "queue_ms": 100.0}
 
 
 class ScriptedControl(control_pb2_grpc.ControlServiceServicer):
@@ -34,9 +34,6 @@ class ScriptedControl(control_pb2_grpc.ControlServiceServicer):
         self._incarnation = incarnation
         self._changes = 0
         self._timelines: dict[int, tuple[int, control_pb2.Timeline]] = {}
-
-    def forget(self, number: int) -> None:
-        del self._timelines[number]
 
     def set(self, *timelines: control_pb2.Timeline) -> None:
         for each in timelines:

@@ -449,16 +449,18 @@ class ListTimelinesResponse(_message.Message):
     def __init__(self, timelines: _Optional[_Iterable[_Union[Timeline, _Mapping]]] = ..., newest: _Optional[int] = ..., router_incarnation: _Optional[int] = ..., objectives: _Optional[_Union[Objectives, _Mapping]] = ...) -> None: ...
 
 class Objectives(_message.Message):
-    __slots__ = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+    __slots__ = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "queue_ms")
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TPOT_MS_FIELD_NUMBER: _ClassVar[int]
     ITL_MS_FIELD_NUMBER: _ClassVar[int]
     E2E_MS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     ttft_ms: float
     tpot_ms: float
     itl_ms: float
     e2e_ms: float
-    def __init__(self, ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., itl_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ...) -> None: ...
+    queue_ms: float
+    def __init__(self, ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., itl_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("number", "request_id", "model", "trace_id", "age_us", "phase", "prompt_tokens", "cached_tokens", "output_tokens", "max_tokens", "priority", "ttft_us", "total_us", "tpot_us", "longest_itl_us", "prefill_worker", "decode_worker", "outcome", "failure", "num_retries", "stages", "timings", "prompt", "output")

@@ -2,7 +2,8 @@
 
 The router knows when its stages begin and end; of what happens inside a worker it has durations. Workers' bars are
 placed by them: a prompt's from the beginning of its leg, the transfer's around the end of the prompt, which is when its
-exposed part begins, and decoding's from the end of its leg. With several attempts, these are of the last.
+exposed part begins, and decoding's from the end of its leg. With several attempts, these are of the last. Until a
+request has succeeded it has none of them but a transfer.
 
 Owns: the layout. Never: drawing, or what is remembered (`telemetry/timelines.py`).
 """
@@ -10,7 +11,7 @@ Owns: the layout. Never: drawing, or what is remembered (`telemetry/timelines.py
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -80,6 +81,8 @@ def bars_of(timeline: Timeline, stages: Sequence[TimelineStage]) -> list[Bar]:
         found.append(_bar(stage, arrived_s))
         if timeline.timings is not None and last[stage.name] is stage:
             found += _inside(found[-1], timeline, timeline.timings, "prefill" in last)
+        elif stage.name == "decode" and stage.ended_s is None:
+            found += _under_way(found[-1], timeline, last)
     return found
 
 
@@ -153,6 +156,24 @@ def _transfer(bar: Bar, timeline: Timeline, timings: types_pb2.PhaseTimings) -> 
     ]
 
 
+def _under_way(bar: Bar, timeline: Timeline, last: Mapping[str, TimelineStage]) -> list[Bar]:
+    """Returns the transfer as far as the router knows it before anything is measured: since when the decode worker has
+    admitted the request, until when the prompt hid it, and that it is over once there is a token after the first."""
+    prefill, admitted_ms = last.get("prefill"), _end_ms(last.get("place"), timeline)
+    if prefill is None or prefill.worker_id == bar.worker or admitted_ms is None or admitted_ms < bar.start_ms:
+        return []
+    sealed_ms = _end_ms(prefill, timeline)
+    part = Bar(Span.KV_TRANSFER, 2, admitted_ms, sealed_ms, "transfer", bar.worker, hidden=True)
+    found = [part] if sealed_ms is None or admitted_ms < sealed_ms else []
+    if sealed_ms is not None and timeline.times.num_tokens < 2:
+        found.append(replace(part, start_ms=max(admitted_ms, sealed_ms), end_ms=None, hidden=False))
+    return found
+
+
+def _end_ms(stage: TimelineStage | None, timeline: Timeline) -> float | None:
+    return None if stage is None or stage.ended_s is None else _ms(stage.ended_s - timeline.arrived_s)
+
+
 def _sealed_ms(timeline: Timeline, timings: types_pb2.PhaseTimings, bar: Bar) -> float:
     """Returns when the prompt was computed, as far as is known."""
     for stage in reversed(timeline.stages):
@@ -174,7 +195,8 @@ def _decoding(bar: Bar, timings: types_pb2.PhaseTimings) -> list[Bar]:
 
 
 def otlp_of(timeline: Timeline, bars: Sequence[Bar], arrived_unix_s: float) -> dict[str, Any]:
-    """Returns the bars as a document of OTLP JSON, which trace viewers open. What goes on is left out.
+    """Returns the bars as a document of OTLP JSON, which trace viewers open. What goes on is left out,
+    and of a transfer that is measured only at the end what is known by now.
 
     The trace has the request's own id if it is traced. The ids of spans are made of the request's number, so that the
     same request has the same ones whenever it is asked for.
@@ -185,7 +207,7 @@ def otlp_of(timeline: Timeline, bars: Sequence[Bar], arrived_unix_s: float) -> d
     for index, bar in enumerate(whole(bars)):
         span_id = hashlib.blake2b(seed + b"\0%d" % index, digest_size=8).hexdigest()
         del parents[bar.depth + 1 :]
-        if bar.end_ms is not None:
+        if bar.end_ms is not None and not bar.hidden:
             spans.append(_span(timeline, bar, trace_id, span_id, parents[-1], arrived_unix_s))
         parents.append(span_id)
     attributes = [_attribute("service.name", "baton-router"), _attribute("service.instance.id", "router")]

@@ -27,9 +27,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from services.core.addresses import bare_host, is_loopback
 from services.core.clock import Clock
 from services.core.cluster_token import token_of_file
+from services.core.ids import new_incarnation
 from services.router.catalogue import Catalogue
 from services.router.config import RouterConfig
 from services.router.console import rows
@@ -39,7 +39,7 @@ from services.router.front.http.reply import plain_error
 from services.router.front.operator.explanation_messages import explained
 from services.router.front.operator.timeline_messages import now_of, stages
 from services.router.telemetry.request_metrics import RequestMetrics
-from services.router.telemetry.slo import Objectives
+from services.router.telemetry.slo import NEAR, Objectives
 from services.router.telemetry.timelines import Timeline, Timelines
 from services.rpc.plain import plain
 
@@ -92,16 +92,19 @@ def make_console(
     """
     if config.http_port < 0 or not config.console:
         return None
-    if not config.console_token_file and (config.tenants or not is_loopback(bare_host(config.host))):
+    if not config.serves_console(config.host):
         log.info("no console: it is served on loopback to everybody where there are no tenants, or with %s", FLAG)
         return None
     token = token_of_file(config.console_token_file, FLAG) if config.console_token_file else ""
+    incarnation = f"{new_incarnation():x}"  # in a container, the next process has the same id
 
     def hello() -> dict[str, Any]:
         about = {"pid": os.getpid(), "version": version("baton-serving"), "jaeger": config.jaeger_url or None}
         return {
             "router": about | addresses() | {"tls": bool(config.public_tls_cert or config.tls_cert)},
+            "incarnation": incarnation,
             "objectives": dataclasses.asdict(objectives),
+            "near": NEAR,
             "log_prompts": config.log_prompts,
             "needs_key": bool(config.tenants),
             "at": round(time.time(), 3),

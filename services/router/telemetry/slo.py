@@ -53,6 +53,8 @@ class Objectives:
     """The longest time between two tokens of a request."""
     e2e_ms: float
     """From its arrival to its last token."""
+    queue_ms: float
+    """The time it waits for a worker, all its waits together."""
 
 
 class Grade(enum.Enum):

@@ -71,6 +71,7 @@ async def test_the_json_of_a_cluster_with_other_objectives(capsys: pytest.Captur
         "ttft": 1000,
         "tpot": 50,
         "itl": 200,
+        "queue": 100,
         "e2e": 300.5,
     }
     assert objectives["ttft"]["all"] == {
@@ -84,6 +85,7 @@ async def test_the_json_of_a_cluster_with_other_objectives(capsys: pytest.Captur
         "p99_ms": 900.0,
     }
     assert objectives["e2e"]["all"]["num_met"] == 0
+    assert (objectives["queue"]["all"]["num_met"], objectives["queue"]["all"]["p50_ms"]) == (4, 4.0)
     assert objectives["tpot"]["all"]["p50_ms"] == 70.0
 
 

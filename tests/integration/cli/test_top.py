@@ -229,6 +229,24 @@ async def test_a_router_goes_and_comes_back() -> None:
                 assert after.asked_after[:2] == [3, 0]
 
 
+async def test_an_opened_request_is_no_other_of_a_router_that_counts_anew() -> None:
+    before, after = ScriptedControl(incarnation=7), ScriptedControl(incarnation=8)
+    before.set(split_timeline(1))
+    other = split_timeline(1)
+    other.request_id = "another"
+    after.set(other)
+    async with contextlib.AsyncExitStack() as first:
+        target = await first.enter_async_context(serving(before))
+        async with watching(target) as (app, pilot):
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, RequestScreen), "it is open")
+            await first.aclose()
+            async with serving(after, int(target.rpartition(":")[2])):
+                await until(pilot, lambda: app._feed.request(1).timeline["request_id"] == "another", "it is back")
+                app._show()
+                assert shown(app, "request").startswith("req-1 ")
+
+
 async def test_hostile_names_are_shown_as_text() -> None:
     service = ScriptedControl()
     service.status = status(worker(HOSTILE, "decode", reason=HOSTILE))

@@ -59,10 +59,11 @@ async def test_a_real_cluster_live_and_its_objectives(model: Path, capsys: pytes
         assert await asyncio.to_thread(main, ["top", "--target", target, "--once"]) == 0
         words = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert any(row[:3] == ["w0", "w1", "proven"] and row[4] == "2" for row in words)
-        flags = ["--ttft-ms", "60000", "--tpot-ms", "60000", "--itl-ms", "60000", "--e2e-ms", "0.001"]
+        flags = ["--ttft-ms", "60000", "--tpot-ms", "60000", "--itl-ms", "60000", "--queue-ms", "60000"]
+        flags += ["--e2e-ms", "0.001"]
         assert await asyncio.to_thread(main, ["slo", "--target", target, "--json", *flags]) == 0
         objectives = json.loads(capsys.readouterr().out)["objectives"]
-        for name, num_met in (("ttft", 2), ("tpot", 2), ("itl", 2), ("e2e", 0)):
+        for name, num_met in (("ttft", 2), ("tpot", 2), ("itl", 2), ("queue", 2), ("e2e", 0)):
             found = objectives[name]["split"]
             assert (found["num_counted"], found["num_met"]) == (2, num_met)
             assert objectives[name]["unsplit"]["num_counted"] == 0

@@ -7,12 +7,15 @@ import asyncio
 import pytest
 
 from services.cli.attainment import LATENCIES, EndedRequest, attainment_of
+from services.cli.slo import of_timeline
 from services.core import errors
 from services.router.telemetry.slo import Objectives, grade_failed, grade_outcome
 from services.router.telemetry.tracing import error_outcome
+from services.rpc.plain import plain
 from services.rpc.status import CODES
+from tests.support.scripted_control import split_timeline
 
-OBJECTIVES = Objectives(ttft_ms=500.0, tpot_ms=50.0, itl_ms=200.0, e2e_ms=5000.0)
+OBJECTIVES = Objectives(ttft_ms=500.0, tpot_ms=50.0, itl_ms=200.0, e2e_ms=5000.0, queue_ms=100.0)
 
 
 def error_of(kind: type[errors.BatonError]) -> errors.BatonError:
@@ -61,7 +64,7 @@ def test_failures_of_the_cluster_are_misses_however_soon() -> None:
 
 def test_what_could_never_be_served_does_not_count() -> None:
     found = attainment_of([EndedRequest(9000, failure="context_length_exceeded")], OBJECTIVES)
-    assert [found[latency]["all"].num_counted for latency in LATENCIES] == [0, 0, 0, 0]
+    assert [found[latency]["all"].num_counted for latency in LATENCIES] == [0] * len(LATENCIES)
     assert found["ttft"]["all"].attained is None
 
 
@@ -74,6 +77,28 @@ def test_what_its_client_ended_counts_where_its_time_was_up() -> None:
     assert (found["ttft"]["all"].num_counted, found["ttft"]["all"].num_met) == (2, 1)
     assert (found["itl"]["all"].num_counted, found["itl"]["all"].num_met) == (1, 0)
     assert found["tpot"]["all"].num_counted == found["e2e"]["all"].num_counted == 0
+
+
+def test_a_wait_counts_whatever_became_of_the_request() -> None:
+    requests = [
+        EndedRequest(1000, 100, queue_ms=80.1),
+        EndedRequest(1000, failure="internal", queue_ms=30),  # it failed on its worker
+        EndedRequest(1000, failure="no_worker"),  # it waited in vain
+        EndedRequest(50, failure="cancelled"),  # nobody knows
+        EndedRequest(10, 1),  # an echo, which needs no worker
+    ]
+    found = attainment_of(requests, OBJECTIVES)["queue"]["all"]
+    assert (found.num_counted, found.num_met, found.num_near) == (3, 2, 1)
+    assert found.percentiles_ms == {"p50": 30, "p95": 80.1, "p99": 80.1}
+
+
+def test_a_wait_in_vain_has_no_length() -> None:
+    message = split_timeline(1)
+    assert of_timeline(plain(message)).queue_ms == 4.0
+    message.stages.add(name="queue", start_us=7_000, end_us=9_000, attempt=2, outcome="done")
+    assert of_timeline(plain(message)).queue_ms == 6.0, "all waits together"
+    message.stages.add(name="queue", start_us=9_000, end_us=10_000, attempt=3, outcome="abandoned")
+    assert of_timeline(plain(message)).queue_ms is None
 
 
 def test_percentiles_are_by_nearest_rank() -> None:

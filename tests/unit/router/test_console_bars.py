@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.v1 import types_pb2
+from services.cli.timeline_spans import as_recorded
 from services.cli.trace_breakdown import break_down
 from services.cli.trace_reader import read_requests
 from services.router.console.bars import Bar, bars_of, otlp_of
+from services.router.front.operator.timeline_messages import told
 from services.router.telemetry.timelines import Timeline, TimelineStage, TokenTimes
 from services.rpc.names import Attr
 
@@ -110,6 +113,48 @@ def test_a_request_that_lives_has_open_bars() -> None:
     document = otlp_of(made, bars, 1_800_000_000.5)
     spans = document["resourceSpans"][0]["scopeSpans"][0]["spans"]
     assert [span["name"] for span in spans] == ["queue"], "what goes on is no span yet"
+
+
+@pytest.mark.parametrize(
+    ("prefill_ends_ms", "placed_ms", "num_tokens", "expected"),
+    [
+        (None, None, 0, []),  # no decode worker has admitted it
+        (None, 13, 0, [(13, None, True)]),
+        (105, 13, 1, [(13, 105, True), (105, None, False)]),
+        (105, 120, 1, [(120, None, False)]),  # nothing of it could run beside the prompt
+        (105, 13, 2, [(13, 105, True)]),  # it is over, and how long it took is told at the end
+        (105, 120, 2, []),
+        (None, 11, 0, []),  # that was the decode leg before this one
+    ],
+)
+def test_the_transfer_of_a_request_that_lives_is_drawn_as_far_as_it_is_known(
+    prefill_ends_ms: float | None, placed_ms: float | None, num_tokens: int, expected: list[tuple[float, Any, bool]]
+) -> None:
+    made = timeline(
+        stage("prefill", 10, prefill_ends_ms, "p", 1),
+        stage("place", 12, placed_ms),
+        stage("decode", 12, None, "d", 2),
+        total_ms=None,
+    )
+    made.times.num_tokens = num_tokens
+    bars = bars_of(made, made.stages)
+    transfer = [bar for bar in bars if bar.name == "kv.transfer"]
+    assert [
+        (round(bar.start_ms), None if bar.end_ms is None else round(bar.end_ms), bar.hidden) for bar in transfer
+    ] == expected
+    document = otlp_of(made, bars, 1.8e9)
+    names = {span["name"] for span in document["resourceSpans"][0]["scopeSpans"][0]["spans"]}
+    assert "kv.transfer" not in names, "a part of it is no span"
+    message = told(made, None, made.arrived_s + 1)
+    drawn = [each for each in as_recorded(message, 0, 1_000_000).spans if each.name == "kv.transfer"]
+    assert bool(drawn) is bool(expected)
+    exposed_ms = sum(1000.0 - start for start, end, hidden in expected if not hidden)
+    assert all(each.attributes[Attr.TRANSFER_EXPOSED_MS] == pytest.approx(exposed_ms) for each in drawn)
+
+
+def test_a_decode_that_has_its_prompts_kv_already_shows_no_transfer() -> None:
+    made = timeline(*SPLIT[:3], stage("decode", 13, None, "p", 2), total_ms=None)
+    assert named(bars_of(made, made.stages), "kv.transfer") == []
 
 
 def test_otlp_has_the_transfer_as_one_span_and_the_same_ids_each_time() -> None:

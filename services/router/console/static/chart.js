@@ -88,7 +88,7 @@ function options(box, names, drawn) {
         stroke: colour(name),
         width: 2,
         // Dashes tell lines apart that colours do not.
-        dash: name === "unsplit" ? [6, 4] : undefined,
+        dash: { unsplit: [6, 4], neither: [2, 2] }[name],
         paths: uPlot.paths.stepped({ align: 1 }),
         points: { show: false },
       })),

@@ -16,7 +16,7 @@ export const feed = {
   workers: new Map(),
   pairs: new Map(),
   requests: new Map(),
-  // Of each second: {at, itl: {buckets_ms, counts}, output_tokens_per_s}
+  // Of each second: {at, itl: {buckets_ms, split, unsplit}, output_tokens_per_s}
   seconds: [],
   // "connecting", "live" or "lost"
   connection: "connecting",
@@ -52,14 +52,15 @@ export function useDetail(number) {
         const response = await fetch(`/console/requests/${number}`);
         if (response.status === 401) return location.reload();
         if (isOver) return undefined;
-        if (!response.ok) return set({ number, detail: null, problem: response.status });
+        if (response.status === 404) return set({ number, detail: null, problem: 404 });
+        if (!response.ok) throw new Error(`${response.status}`);
         const detail = await response.json();
         if (isOver) return undefined;
         set({ number, detail, problem: null });
         if (detail.row.phase === "ended") return undefined;
       } catch {
         if (isOver) return undefined;
-        set((before) => ({ ...before, problem: "lost" }));
+        set((before) => ({ number, detail: before.number === number ? before.detail : null, problem: "lost" }));
       }
       timer = setTimeout(ask, 1000);
       return undefined;
@@ -109,9 +110,9 @@ async function lose() {
 }
 
 function greet(hello) {
-  if (feed.hello && feed.hello.router.pid !== hello.router.pid) {
-    feed.requests.clear();
-  }
+  const isOther = feed.hello?.incarnation !== hello.incarnation;
+  // Of those that live, all are told again: the end of the others came while this page did not look.
+  for (const [number, row] of feed.requests) if (isOther || row.phase !== "ended") feed.requests.delete(number);
   // What came before this page looked, or while it did not.
   feed.seconds = (hello.itl_before ?? []).map(({ at, itl }) => ({ at, itl, output_tokens_per_s: null }));
   feed.hello = hello;

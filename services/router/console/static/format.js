@@ -39,6 +39,12 @@ export function plural(number, one, many = `${one}s`) {
   return `${count(number)} ${number === 1 ? one : many}`;
 }
 
+// How a latency stands to its objective, as the router grades it: "met", "near" or "missed"; "" without an objective.
+export function graded(ms, objective, near) {
+  if (!objective) return "";
+  return ms > objective ? "missed" : ms > near * objective ? "near" : "met";
+}
+
 // Age of what happened at `at` (Unix seconds), as the router's clock has it.
 export function ago(at, now) {
   const seconds = Math.max(0, now - at);

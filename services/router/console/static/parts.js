@@ -1,7 +1,7 @@
 // Small pieces that several views are made of.
 
 import { html, useState } from "./vendor/htm-preact.js";
-import { Name, duration } from "./format.js";
+import { Name, duration, graded } from "./format.js";
 import { hasFailed } from "./story.js";
 
 const SIGNS = {
@@ -109,9 +109,10 @@ export function Arrow() {
   return html`<span aria-hidden="true">${" → "}</span><span class="hear">${" to "}</span>`;
 }
 
-export function Milliseconds({ ms, objective }) {
+export function Milliseconds({ ms, objective, near }) {
   if (ms === null || ms === undefined) return html`<span class="muted">–</span>`;
-  const grade = !objective ? "" : ms > objective ? "missed" : ms > 0.8 * objective ? "near" : "";
+  const found = graded(ms, objective, near);
+  const grade = found === "met" ? "" : found;
   return html`<span
     class=${grade && `grade-${grade}`}
     title=${grade ? `${grade}: the objective is ${duration(objective)}` : ""}

@@ -355,7 +355,7 @@ async function send() {
       turn.finish = finish ?? turn.finish;
       drawSoon();
     }
-    if (form.mode === "chat") kept.form.text = "";
+    if (form.mode === "chat" && kept.form.text === form.text) kept.form.text = "";
   } catch (error) {
     if (error.name === "AbortError") turn.finish = "stopped";
     else turn.error = error.message;

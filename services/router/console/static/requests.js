@@ -99,7 +99,7 @@ function Select({ label, value, options, onChange }) {
 }
 
 function Table({ rows, sort, setSort, feed }) {
-  const { objectives } = feed.hello;
+  const { objectives, near } = feed.hello;
   const now = feed.now();
   return html`<table class="requests">
     <thead>
@@ -138,8 +138,8 @@ function Table({ rows, sort, setSort, feed }) {
               }
             </td>
             <td class="num">${count(row.output_tokens)}</td>
-            <td class="num"><${Milliseconds} ms=${row.ttft_ms} objective=${objectives.ttft_ms} /></td>
-            <td class="num"><${Milliseconds} ms=${row.longest_itl_ms} objective=${objectives.itl_ms} /></td>
+            <td class="num"><${Milliseconds} ms=${row.ttft_ms} ...${{ objective: objectives.ttft_ms, near }} /></td>
+            <td class="num"><${Milliseconds} ms=${row.longest_itl_ms} ...${{ objective: objectives.itl_ms, near }} /></td>
             <td class="num">${isUnsplit(row) ? html`<span class="muted">not split</span>` : duration(exposed(row))}</td>
             <td class="num">
               ${
