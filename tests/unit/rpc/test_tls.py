@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from cryptography import x509
 from google.rpc import status_pb2
@@ -79,8 +79,11 @@ async def _serving(shown: Certificates, **access: Any) -> AsyncIterator[str]:
         await server.stop()
 
 
-def _num_open() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def _num_accepted(address: str) -> int:
+    """Returns how many connections the server at the address, which is in this process, has."""
+    port = int(address.rpartition(":")[2])
+    connections = psutil.Process().net_connections(kind="tcp")
+    return sum(each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED for each in connections)
 
 
 def _call(channel: grpc.aio.Channel, name: str, *words: Any) -> Any:
@@ -207,16 +210,15 @@ async def test_channels_of_replaced_certificates_are_closed_with_their_last_call
             stream = stub()
             await stream.write(b"")
             assert await stream.read() == b""
-            num_open = _num_open()
             for _ in range(10):
                 written(folder, make_certificates())
                 assert await _ask(channel) == "word"
-            await until(lambda: _num_open() <= num_open + 4)  # both ends of the newest, and what the runtime has
+            await until(lambda: _num_accepted(address) == 2)  # the stream's and the newest
             await stream.write(b"")
             assert await stream.read() == b"", "the stream goes on"
             await stream.done_writing()
             assert await stream.read() is grpc.aio.EOF
-            await until(lambda: _num_open() <= num_open + 2)
+            await until(lambda: _num_accepted(address) == 1)
             newer = stub()  # a stub is not bound to the channel that it was made of
             await newer.write(b"")
             assert await newer.read() == b""
