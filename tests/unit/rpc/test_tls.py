@@ -19,7 +19,7 @@ from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.cli.certs import make_certificates
-from services.rpc import serving
+from services.rpc import options, serving
 from services.rpc.authentication import OPERATOR, ROUTER, STORE, WORKER, allowed_callers, role_of
 from services.rpc.certificates import Certificates
 from services.rpc.channels import dial
@@ -203,7 +203,10 @@ async def test_new_certificates_are_shown_to_newcomers_and_open_streams_go_on(fo
         await stream.done_writing()
 
 
-async def test_channels_of_replaced_certificates_are_closed_with_their_last_call(folder: Path) -> None:
+async def test_channels_of_replaced_certificates_are_closed_with_their_last_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "MAX_CONNECTION_IDLE_MS", int(10_000 * HANG_S))  # the server closes none by itself
     async with _serving(certificates(folder, "worker"), by_role=True) as address:
         async with dial(address, None, certificates(folder, "router"), role=WORKER) as channel:
             stub = channel.stream_stream("/baton.v1.WorkerService/stream_stream")
@@ -218,6 +221,7 @@ async def test_channels_of_replaced_certificates_are_closed_with_their_last_call
             assert await stream.read() == b"", "the stream goes on"
             await stream.done_writing()
             assert await stream.read() is grpc.aio.EOF
+            del stream  # a call that is kept keeps its connection, also when it has ended
             await until(lambda: _num_accepted(address) == 1)
             newer = stub()  # a stub is not bound to the channel that it was made of
             await newer.write(b"")
