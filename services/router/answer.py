@@ -154,6 +154,7 @@ class Output:
         if self._text.num_calls and self.reason is FinishReason.STOP:
             completion.finish_reason = types_pb2.FINISH_REASON_TOOL_CALLS
         completion.usage.output_tokens = self.num_tokens
+        completion.usage.reasoning_tokens = self._text.num_reasoning_tokens
         self._completion = completion
         return completion
 

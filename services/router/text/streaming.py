@@ -238,6 +238,8 @@ class TextStream:
         self._marks = marks
         self._hidden = special_texts if stops and skip_special_tokens and special_texts else {}
         """The texts of special tokens, if they are looked at and not shown."""
+        self.num_reasoning_tokens = 0
+        """Tokens to the end of the part that is thought, its tags included."""
         self._parser = None if form.is_plain else OutputParser(form, random_hex)
 
     @property
@@ -253,7 +255,10 @@ class TextStream:
             more, stop = self._found(token_id, is_stop=is_stopped and count == len(token_ids))
             raw += more
             if self._parser is not None:
+                was_thinking = self._parser.is_thinking
                 parsed.append(self._parser.push(more))
+                if was_thinking or self._parser.is_thinking:
+                    self.num_reasoning_tokens = self._num_tokens
             if stop is not None or (self._parser is not None and self._parser.has_enough):
                 if self._parser is not None:
                     parsed.append(self._parser.flush())

@@ -229,11 +229,17 @@ async def test_one_call_at_most_ends_the_output(tmp_path: Path) -> None:
 async def test_what_is_thought_is_told_apart(tmp_path: Path, opened: bool) -> None:
     async with tool_cluster(tmp_path, THINKING_TEMPLATE if opened else HERMES_TEMPLATE + "{# </think> #}") as tools:
         tools.say(f"{'' if opened else '<think>'}\nHm.\n</think>\n\nI look.\n{HERMES_CALL}")
-        chunks, _ = await streamed(tools.cluster.inference.GenerateStream(tool_request()))
+        chunks, completion = await streamed(tools.cluster.inference.GenerateStream(tool_request()))
         assert "".join(chunk.reasoning for chunk in chunks) == "Hm."
+        num_thought = next(
+            number for number in range(200) if tools.tokenizer.decode(tools.says[:number]).endswith("</think>")
+        )
+        assert completion.usage.reasoning_tokens == num_thought < completion.usage.output_tokens
+        whole = await tools.cluster.inference.Generate(tool_request())
+        assert whole.completion.usage.reasoning_tokens == num_thought
         assert (text_of(chunks), joined(chunks)) == ("I look.", [("get_weather", '{"city": "Rome"}')])
         plain = await tools.cluster.inference.Generate(inference_pb2.GenerateRequest(text="hello"))
-        assert plain.output.reasoning == ""
+        assert (plain.output.reasoning, plain.completion.usage.reasoning_tokens) == ("", 0)
         assert plain.output.text.endswith(HERMES_CALL)
 
 

@@ -150,7 +150,7 @@ def test_generate_json_is_the_whole_answer(router: Router, capsys: pytest.Captur
         "text": "a b ",
         "token_ids": [0, 1],
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 5, "output_tokens": 2, "cached_tokens": 0},
+        "usage": {"prompt_tokens": 5, "output_tokens": 2, "cached_tokens": 0, "reasoning_tokens": 0},
         "timings": {"ttft_ms": 12.5, "transfer_bytes": 1 << 40, "transport": "shm"},
         "workers": {"prefill": "prefill-0", "decode": "decode-0", "retries": 0},
         "logprobs": [{"logprob": -0.5, "top": [{"token_id": n, "logprob": -0.5}]} for n in (0, 1)],

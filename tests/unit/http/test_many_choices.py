@@ -19,6 +19,7 @@ from services.router.front.http.reply import Reply
 from tests.support.text_model import byte_tokenizer
 
 NUM_PROMPTS, NUM_ANSWERS, NUM_TOKENS, NUM_TOP = 16, 16, 16, 20
+NUM_THOUGHT = 3
 TOP = [types_pb2.TopLogprob(token_id=token_id, logprob=-float(token_id)) for token_id in range(5, 5 + NUM_TOP)]
 
 
@@ -48,7 +49,9 @@ async def answered(call: HttpCall) -> bytes:
             text = f"{index}.{answer}"
             chunk = inference_pb2.Chunk(index=answer, text=text, token_ids=[5] * NUM_TOKENS, logprobs=entries)
             await writer.take(index, chunk)
-            usage = inference_pb2.Usage(prompt_tokens=0 if answer else 2, output_tokens=NUM_TOKENS)
+            usage = inference_pb2.Usage(
+                prompt_tokens=0 if answer else 2, output_tokens=NUM_TOKENS, reasoning_tokens=NUM_THOUGHT
+            )
             reason = types_pb2.FINISH_REASON_LENGTH
             await writer.take(index, inference_pb2.Completion(index=answer, finish_reason=reason, usage=usage))
 
@@ -75,6 +78,8 @@ async def test_they_are_written_in_turns_and_in_order(texts: TokenTexts) -> None
     assert all(len(choice["logprobs"]["token_logprobs"]) == NUM_TOKENS for choice in choices)
     assert answer["usage"]["prompt_tokens"] == 2 * NUM_PROMPTS
     assert answer["usage"]["completion_tokens"] == NUM_PROMPTS * NUM_ANSWERS * NUM_TOKENS
+    thought = {"reasoning_tokens": NUM_PROMPTS * NUM_ANSWERS * NUM_THOUGHT}
+    assert answer["usage"]["completion_tokens_details"] == thought
     assert num_turns > NUM_PROMPTS * NUM_ANSWERS, "all else has a turn after each"
 
 

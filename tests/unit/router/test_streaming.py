@@ -132,6 +132,31 @@ def test_a_special_token_that_is_a_tag_is_parsed_and_not_shown() -> None:
     assert shown.push(ids) == Piece("", len(ids), reasoning="hm<|im_end|>yes<|im_end|><|im_start|>")
 
 
+@given(st.booleans(), st.booleans(), st.sampled_from([[], ["hm"], ["\n", "nothing"]]), st.data())
+def test_tokens_of_what_is_thought_are_counted(
+    opened: bool, is_token: bool, stops: list[str], data: st.DataObject
+) -> None:
+    """To the end tag, tags included, however the tokens come; after it, and where nothing is thought, none."""
+    end = [2] if is_token else encode("</think>")
+    thought = [*encode("" if opened else "<think>"), *encode("\nI see.\n"), *end]
+    form, special = OutputForm("think", is_thinking=opened), {"</think>": 2} if is_token else {}
+    for ids, expected in ((thought + encode("\n\nyes"), len(thought)), (thought[:-1], len(thought) - 1)):
+        stream = TextStream(TOKENIZER, form=form, special_ids=special, stops=stops)
+        num_pushed = 0
+        for part in cut(ids, data):
+            piece = stream.push(part)
+            num_pushed += piece.num_tokens
+            if piece.is_last:
+                break
+        else:
+            stream.flush()
+        assert stream.num_reasoning_tokens == min(expected, num_pushed)
+    answer = TextStream(TOKENIZER, form=OutputForm("think"))
+    answer.push(encode("yes </think>"))
+    answer.flush()
+    assert answer.num_reasoning_tokens == 0
+
+
 def test_the_one_call_that_is_wanted_ends_the_output() -> None:
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}'
     ids = [*encode("Hm. " + call), *encode("</tool_call>")]

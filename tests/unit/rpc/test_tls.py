@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -13,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from cryptography import x509
 from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.cli.certs import make_certificates
-from services.rpc import serving
+from services.rpc import options, serving
 from services.rpc.authentication import OPERATOR, ROUTER, STORE, WORKER, allowed_callers, role_of
 from services.rpc.certificates import Certificates
 from services.rpc.channels import dial
@@ -79,8 +79,11 @@ async def _serving(shown: Certificates, **access: Any) -> AsyncIterator[str]:
         await server.stop()
 
 
-def _num_open() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def _num_accepted(address: str) -> int:
+    """Returns how many connections the server at the address, which is in this process, has."""
+    port = int(address.rpartition(":")[2])
+    connections = psutil.Process().net_connections(kind="tcp")
+    return sum(each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED for each in connections)
 
 
 def _call(channel: grpc.aio.Channel, name: str, *words: Any) -> Any:
@@ -200,23 +203,26 @@ async def test_new_certificates_are_shown_to_newcomers_and_open_streams_go_on(fo
         await stream.done_writing()
 
 
-async def test_channels_of_replaced_certificates_are_closed_with_their_last_call(folder: Path) -> None:
+async def test_channels_of_replaced_certificates_are_closed_with_their_last_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "MAX_CONNECTION_IDLE_MS", int(10_000 * HANG_S))  # the server closes none by itself
     async with _serving(certificates(folder, "worker"), by_role=True) as address:
         async with dial(address, None, certificates(folder, "router"), role=WORKER) as channel:
             stub = channel.stream_stream("/baton.v1.WorkerService/stream_stream")
             stream = stub()
             await stream.write(b"")
             assert await stream.read() == b""
-            num_open = _num_open()
             for _ in range(10):
                 written(folder, make_certificates())
                 assert await _ask(channel) == "word"
-            await until(lambda: _num_open() <= num_open + 4)  # both ends of the newest, and what the runtime has
+            await until(lambda: _num_accepted(address) == 2)  # the stream's and the newest
             await stream.write(b"")
             assert await stream.read() == b"", "the stream goes on"
             await stream.done_writing()
             assert await stream.read() is grpc.aio.EOF
-            await until(lambda: _num_open() <= num_open + 2)
+            del stream  # a call that is kept keeps its connection, also when it has ended
+            await until(lambda: _num_accepted(address) == 1)
             newer = stub()  # a stub is not bound to the channel that it was made of
             await newer.write(b"")
             assert await newer.read() == b""

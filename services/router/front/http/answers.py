@@ -533,9 +533,12 @@ def _sum(usages: Iterable[inference_pb2.Usage]) -> Json:
         total.prompt_tokens += usage.prompt_tokens
         total.output_tokens += usage.output_tokens
         total.cached_tokens += usage.cached_tokens
+        total.reasoning_tokens += usage.reasoning_tokens
+    thought = {"completion_tokens_details": {"reasoning_tokens": total.reasoning_tokens}}
     return {
         "prompt_tokens": total.prompt_tokens,
         "completion_tokens": total.output_tokens,
         "total_tokens": total.prompt_tokens + total.output_tokens,
         "prompt_tokens_details": {"cached_tokens": total.cached_tokens},
+        **(thought if total.reasoning_tokens else {}),
     }

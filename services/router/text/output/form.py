@@ -60,6 +60,11 @@ class OutputParser:
         return 0 if self._calls is None else self._calls.num_calls
 
     @property
+    def is_thinking(self) -> bool:
+        """Returns whether what comes next is thought, as far as is known."""
+        return self._reasoning is not None and self._reasoning.is_thinking
+
+    @property
     def has_enough(self) -> bool:
         """Returns whether the output may end here: it has the one call that is wanted."""
         return self._calls is not None and self._calls.has_enough

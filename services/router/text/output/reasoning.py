@@ -25,6 +25,8 @@ class ReasoningParser:
         self._reader = Reader()
         self._reasoning: list[str] = []
         self._text: list[str] = []
+        self.is_thinking = opened
+        """Whether what comes next is thought, as far as is known."""
         self._steps = self._run(opened)
         next(self._steps)
 
@@ -50,7 +52,10 @@ class ReasoningParser:
         reader = self._reader
         yield
         tag = yield from self._first_tag(opened)
-        if tag == BEGIN or (opened and not tag):
+        self.is_thinking = tag == BEGIN or (opened and not tag)
+        if tag:
+            yield from self._newlines()
+        if self.is_thinking:
             if not tag:
                 self._reasoning.append(reader.released().lstrip("\n"))
             yield from self._think()
@@ -59,15 +64,14 @@ class ReasoningParser:
             self._text.append(reader.run(_ALL))
 
     def _first_tag(self, opened: bool) -> Steps[str]:
-        """Reads the first tag, with blanks before it and newlines after it. Returns "" if there is none, with what was
-        read held. Only in a part that the prompt has opened may it be the end tag."""
+        """Reads the first tag, with blanks before it. Returns "" if there is none, with what was read held. Only in a
+        part that the prompt has opened may it be the end tag."""
         try:
             yield from self._reader.blanks()
             tag = yield from self._reader.tag(*((BEGIN, END) if opened else (BEGIN,)))
         except Mismatch:
             return ""
         self._reader.drop()
-        yield from self._newlines()
         return tag
 
     def _newlines(self) -> Steps[None]:
@@ -96,6 +100,7 @@ class ReasoningParser:
                     num_newlines = 0
                     continue
                 reader.drop()
+                self.is_thinking = False
                 yield from self._newlines()
                 return
             self._reasoning.append(reader.released() + reader.run(_THOUGHT))

@@ -60,11 +60,8 @@ class ResponseOutput:
         self._open: _Item | None = None
         self.items: list[_Json] = []
         """Those that are complete."""
-        self.num_reasoning_tokens = 0
 
     def add(self, chunk: inference_pb2.Chunk) -> list[OutputEvent]:
-        if chunk.reasoning and not chunk.text and not chunk.tool_calls:
-            self.num_reasoning_tokens += len(chunk.token_ids)
         events: list[OutputEvent] = []
         if chunk.reasoning:
             events += self._text("reasoning", chunk.reasoning)

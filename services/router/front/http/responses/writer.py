@@ -54,17 +54,7 @@ class ResponseWriter:
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._output.items,
-            "usage": None if usage is None else self._usage(usage),
-        }
-
-    def _usage(self, usage: inference_pb2.Usage) -> Json:
-        reasoning = min(self._output.num_reasoning_tokens, usage.output_tokens)
-        return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": reasoning},
-            "total_tokens": usage.prompt_tokens + usage.output_tokens,
+            "usage": None if usage is None else _written(usage),
         }
 
 
@@ -112,6 +102,16 @@ class ResponseStreamWriter(ResponseWriter):
         payload = dump({"type": kind, "sequence_number": self._num_sent, **fields})
         self._num_sent += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), payload)
+
+
+def _written(usage: inference_pb2.Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+    }
 
 
 def _is_cut(completion: inference_pb2.Completion) -> bool:
