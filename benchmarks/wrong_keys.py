@@ -57,19 +57,29 @@ def measure(model: str, path: str, repeats: int, settings: WrongKeySettings) -> 
 
 
 def _latencies(router: RouterProcess, key: str, repeats: int, settings: WrongKeySettings) -> Findings:
-    alone, beside = list[tuple[float, float]](), list[tuple[float, float]]()
+    """Takes them alone, beside wrong keys, and beside as many calls of what is not there: senders take processor time
+    from all others on a small machine, whatever they send."""
+    rate = f"{settings.wrong_keys_per_min:g}"
+    ways = {
+        "": contextlib.nullcontext,
+        f"{rate} wrong keys a minute": functools.partial(_sender, router, settings.wrong_keys_per_min / 60, "keys"),
+        f"{rate} calls of what is not there": functools.partial(_sender, router, settings.wrong_keys_per_min / 60, ""),
+    }
+    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     asyncio.run(_asked(router, key, 3.0))  # what is loaded and learned at first
     for _ in range(repeats):
-        alone.append(asyncio.run(_asked(router, key, settings.wrong_keys_window_s)))
-        with _sender(router, settings.wrong_keys_per_min / 60):
-            beside.append(asyncio.run(_asked(router, key, settings.wrong_keys_window_s)))
-    what = f"{settings.wrong_keys_per_min:g} wrong keys a minute"
+        for way, beside in ways.items():
+            with beside():
+                taken[way].append(asyncio.run(_asked(router, key, settings.wrong_keys_window_s)))
+    alone, keys, nothing = taken.values()
     figures: Findings = []
     for index, name in enumerate(("p50", "p99")):
         figures.append(Figure(f"answers of a tenant, {name}", "ms", tuple(each[index] for each in alone)))
-        figures.append(Figure(f"  beside {what}", "ms", tuple(each[index] for each in beside)))
-        grown = tuple(100 * (with_[index] / without[index] - 1) for with_, without in zip(beside, alone, strict=True))
-        figures.append(Figure("  grow by", "%", grown, "<= 10"))
+        for way in list(ways)[1:]:
+            figures.append(Figure(f"  beside {way}", "ms", tuple(each[index] for each in taken[way])))
+        for what, others in (("", alone), (" against what is not there", nothing)):
+            grown = tuple(100 * (with_[index] / other[index] - 1) for with_, other in zip(keys, others, strict=True))
+            figures.append(Figure(f"  wrong keys add{what}", "%", grown, "<= 10"))
     return figures
 
 
@@ -93,10 +103,10 @@ async def _asked(router: RouterProcess, key: str, seconds: float) -> tuple[float
 
 
 @contextlib.contextmanager
-def _sender(router: RouterProcess, per_s: float) -> Iterator[None]:
-    """Has wrong keys sent at that rate by a process of its own, whatever is answered."""
+def _sender(router: RouterProcess, per_s: float, what: str) -> Iterator[None]:
+    """Has wrong keys ("keys") or calls of what is not there ("") sent at that rate by a process of its own."""
     command = [sys.executable, "-m", "benchmarks.wrong_keys", str(router.ports["grpc"]), str(router.ports["http"])]
-    with subprocess.Popen([*command, str(per_s)]) as process:
+    with subprocess.Popen([*command, str(per_s), what]) as process:
         time.sleep(2.0)
         try:
             yield
@@ -184,26 +194,27 @@ async def _by_http(port: int, key: str, number: int, path: str = "/v1/completion
         writer.close()
 
 
-async def _send_for_ever(grpc_port: int, http_port: int, per_s: float) -> None:
+async def _send_for_ever(grpc_port: int, http_port: int, per_s: float, what: str) -> None:
     """Sends half of them over each front, each without waiting for the answers to others."""
     tasks: set[asyncio.Task[None]] = set()
     began_s, key = time.monotonic(), new_key()
-    stubs = [
-        inference_pb2_grpc.InferenceServiceStub(grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}")) for _ in range(4)
-    ]
+    channels = [grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") for _ in range(4)]
+    method = "/baton.v1.InferenceService/Generate" if what else "/baton.v1.NoService/Nothing"
+    path = "/v1/completions" if what else "/nothing"
+    calls = [channel.unary_unary(method) for channel in channels]
+    message = inference_pb2.GenerateRequest(text="x").SerializeToString()
 
     async def by_grpc(number: int) -> None:
-        metadata = (("authorization", f"Bearer {key}"),)
-        await stubs[number % len(stubs)].Generate(inference_pb2.GenerateRequest(text="x"), metadata=metadata).code()
+        await calls[number % len(calls)](message, metadata=(("authorization", f"Bearer {key}"),)).code()
 
     for number in range(10**9):
         due_s = began_s + number / per_s
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        work = by_grpc(number) if number % 2 else _by_http(http_port, key, 1)
+        work = by_grpc(number) if number % 2 else _by_http(http_port, key, 1, path)
         task = asyncio.get_running_loop().create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
 if __name__ == "__main__":
-    asyncio.run(_send_for_ever(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
+    asyncio.run(_send_for_ever(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]))
