@@ -63,7 +63,9 @@ _RETRY_ACCEPT_S = 1.0
 _REFUSAL_LOG_EVERY_S = 10.0
 _FLAG = "--kv-port"
 _TOO_MANY = f"one more than {MAX_CONNECTIONS} connections"
-_ZEROS = bytes(PROBE_BYTES)
+_PROBED = b"\xa5" * PROBE_BYTES
+"""What a probe brings, in memory of its own: zeros that nobody has written are one page, which never leaves the cache,
+so that sockets seemed faster than shared memory."""
 
 
 class TcpSource:
@@ -302,8 +304,8 @@ class _Server:
 
     def _answer(self, connection: Connection, lease_id: bytes, leg: int, first_block: int, num_blocks: int) -> None:
         if lease_id == PROBE:
-            num_bytes = min(num_blocks << 10, len(_ZEROS))
-            connection.send([ANSWER.pack(num_bytes, GRANTED), memoryview(_ZEROS)[:num_bytes]])
+            num_bytes = min(num_blocks << 10, len(_PROBED))
+            connection.send([ANSWER.pack(num_bytes, GRANTED), memoryview(_PROBED)[:num_bytes]])
             return
         fetch = self._find(lease_id, leg)
         pool_blocks = fetch.blocks(first_block, num_blocks) if fetch is not None else None

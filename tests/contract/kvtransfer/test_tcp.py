@@ -154,7 +154,7 @@ class TestWhoIsAnswered:
                 await until(lambda: source.tcp.num_connections <= 4)  # whoever is longest a stranger goes
                 lease = source.lease(40, sealed=True)
                 assert (await destination.fetch(source, lease, transport="tcp")).ready
-                assert await known.ask(PROBE, 0, 0, 1) == bytes(1024), "nobody else is disturbed"
+                assert len(await known.ask(PROBE, 0, 0, 1)) == 1024, "nobody else is disturbed"
 
     async def test_connections_are_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tcp_source, "MAX_CONNECTIONS", 1)
@@ -176,7 +176,7 @@ class TestWhoIsAnswered:
             let_in = [peer for peer, proof in zip(peers, proofs, strict=True) if proof]
             assert len(let_in) == 2
             for peer in let_in:
-                assert await peer.ask(PROBE, 0, 0, 1) == bytes(1024)
+                assert len(await peer.ask(PROBE, 0, 0, 1)) == 1024
 
     async def test_a_port_that_is_taken_names_the_flag(self) -> None:
         source = Source()
@@ -340,32 +340,35 @@ class TestProbes:
     async def test_the_first_fetch_waits_for_none_and_then_the_fastest_is_taken(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """By their real probes shared memory is the faster one on every machine; one that is slow here is not taken."""
+        """Shared memory is taken where it works, without a look at sockets, which copy more: on a busy host a probe of
+        theirs can come out faster. What fetches show counts all the same."""
         caplog.set_level("INFO")
         source, destination = Source(), Destination()
         async with running(source, destination):
+            choice = destination.fetcher._connector.choice
 
             async def by() -> types_pb2.Transport:
                 return (await destination.fetch(source, source.lease(40, sealed=True))).transport
 
             assert await by() == types_pb2.TRANSPORT_SHM
-            await until(lambda: destination.fetcher._connector.choice.knows(source.incarnation))
-            rates = destination.fetcher._connector.choice._rates[source.incarnation]
-            assert set(rates) == {types_pb2.TRANSPORT_SHM, types_pb2.TRANSPORT_TCP}
+            await until(lambda: choice.knows(source.incarnation))
+            rates = choice._rates[source.incarnation]
+            assert set(rates) == {types_pb2.TRANSPORT_SHM}
             assert all(1e6 < rate < 1e13 for rate in rates.values())
-            assert "a probe says" in caplog.text
-            rates[types_pb2.TRANSPORT_SHM] = 1e6
+            assert "a probe says shm" in caplog.text
+            rates[types_pb2.TRANSPORT_TCP] = 1e13
             assert await by() == types_pb2.TRANSPORT_TCP
             source.tcp.close()
             assert await by() == types_pb2.TRANSPORT_SHM
-            choice = destination.fetcher._connector.choice
-            await until(lambda: choice.rate(source.incarnation, types_pb2.TRANSPORT_TCP) == 0.0)
+            await until(lambda: choice.knows(source.incarnation))
+            assert await by() == types_pb2.TRANSPORT_SHM
 
     async def test_no_block_is_read_by_one(self) -> None:
         source, destination = Source(), Destination()
         async with running(source, destination), connected(source) as peer:
             source.lease(40, sealed=True)
             await peer.introduce()
-            assert await peer.ask(PROBE, 0, 0, 4) == bytes(4096)
-            assert await peer.ask(PROBE, 7, 0, (1 << 32) - 1) == bytes(PROBE_BYTES)
+            few, all_of_it = await peer.ask(PROBE, 0, 0, 4), await peer.ask(PROBE, 7, 0, (1 << 32) - 1)
+            assert (len(few), len(all_of_it)) == (4096, PROBE_BYTES)
+            assert 0 not in few + all_of_it, "memory that was never written is one page, which is too fast"
             source.table.abort(next(iter(source.table)).lease_id, 0.0)

@@ -85,9 +85,11 @@ async def test_whatever_a_worker_says_hurts_nobody_else(
     for worker in honest:
         worker.num_running = 6  # so that liars, who have nothing to do, are preferred
     rng = random.Random(role)
-    num_given = num_answered = 0
-    for number in range(NUM_LIARS):
-        liar = await cluster.add(role, worker_id=f"liar-{number}")
+    num_given = num_answered = num_liars = 0
+    # Where the others have answered before a liar is ready, it is given nothing: then more of them come.
+    while num_liars < NUM_LIARS or (num_given < NUM_LIARS // 2 and num_liars < 10 * NUM_LIARS):
+        num_liars += 1
+        liar = await cluster.add(role, worker_id=f"liar-{num_liars}")
         liar.prefill_gate.clear()  # it keeps what it is given
         liar.decode_gate.clear()
         calls = [asyncio.create_task(ended(cluster)) for _ in range(NUM_REQUESTS)]
@@ -108,7 +110,7 @@ async def test_whatever_a_worker_says_hurts_nobody_else(
         await liar.until(lambda liar=liar: not liar.num_sessions)
         num_answered += sum([end == "answered" for end in await asyncio.gather(*calls)])
     assert num_given >= NUM_LIARS // 2, "they were given something to lie about"
-    assert num_answered > NUM_LIARS * NUM_REQUESTS / 2, "the others serve meanwhile"
+    assert num_answered > num_liars * NUM_REQUESTS / 2, "the others serve meanwhile"
     events, text = await read(cluster.inference.GenerateStream(request(), timeout=HANG_S))
     assert text == TEXT
     assert events[-1].completion.workers.prefill in ("p", "d")
