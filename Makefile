@@ -2,7 +2,7 @@
 #   make demo                                 the whole system on this machine, with three real prompts
 #   make test                                 what gates a change: pure tests, the simulator, smokes with real processes
 #   make test-all                             and what takes longer: real clusters, processes killed, many seeds, mutants
-#   make proof                                hours of it: every fault in every phase, 2,000 seeds, soak, times and memory
+#   make proof                                an hour of it: every fault in every phase, 2,000 seeds, soak, times and memory
 #   make soak MINUTES=10                      random faults and cancellations over a tiny model
 #   make loadgen                              guidellm, a public load generator, against the HTTP API
 #   make clients                              openai, instructor, LangChain, LiteLLM and Node's openai, each in a script
@@ -129,7 +129,7 @@ test-all: test model
 		--durations 15 $(PYTEST_ARGS)$(NONE_CHOSEN)
 	$(BIN)/python -m pytest -m "process and not clock and not smoke and not proof" --durations 15 $(PYTEST_ARGS)$(NONE_CHOSEN)
 
-# Hours of it: what is found goes into a file under benchmarks/results. It goes on where it was ended.
+# An hour of it: what is found goes into a file under benchmarks/results. It goes on where it was ended.
 proof: model $(DEVELOPS)
 	PYTHONPATH=.:gen $(BIN)/python -m tests.proof $(PROOF_ARGS)
 
