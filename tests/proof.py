@@ -3,9 +3,9 @@ deliberate bug, a soak, and the bounds of time and memory.
 
     python -m tests.proof            (make proof)
 
-It takes an hour, and goes on where it was ended: a part whose outcome is in the result file of the same commit is not run
-again. The tests that failed are run up to twice more, and the file has all of their outcomes: a test that fails every
-time shows a defect, one that fails once a defect or a figure of the machine, to be explained.
+It takes an hour, and goes on where it was ended: a part whose outcome is in the result file of the same commit is not
+run again. The tests that failed are run up to twice more, and the file has all of their outcomes: a test that fails
+every time shows a defect, one that fails once a defect or a figure of the machine, to be explained.
 Owns: the parts, the result file. Never: stops a landing.
 """
 

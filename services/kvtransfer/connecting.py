@@ -96,8 +96,6 @@ class Connector:
     ) -> None:
         rates: dict[Hashable, float] = {}
         for end in ends:
-            if end.transport == types_pb2.TRANSPORT_TCP and rates.get(types_pb2.TRANSPORT_SHM):
-                continue  # it copies twice what shared memory copies once, whatever a busy host makes of a probe
             try:
                 async with timeout_after(self._silence_s, self._awake):
                     rates[end.transport] = await end.probe(source, offers[end.transport])
@@ -110,6 +108,5 @@ class Connector:
         words = ", ".join(
             f"{enum_word(types_pb2.Transport.DESCRIPTOR, end.transport)} {rates[end.transport] / 1e9:.2f} GB/s"
             for end in self.choice.in_order(source.incarnation, ends)
-            if end.transport in rates
         )
         log.info("kv transfer from %s: a probe says %s; the first is taken", source.address, words)
