@@ -22,8 +22,8 @@ class SameCosts(CostModel):
 
     def __init__(self) -> None:
         super().__init__()
-        super().observe(100, 0, 100.0, 0.0)
-        super().observe(0, 1, 5.0, 0.0)
+        super().calibrate(100, 0, 100.0)
+        super().calibrate(0, 1, 5.0)
 
     def observe(self, *_: object, **__: object) -> None:
         pass
