@@ -164,7 +164,7 @@ def _fail_unmeetable(book: Book, now: float) -> None:
     """Fails queued requests that cannot meet their deadlines, unless some output was received: those may go on."""
     if not any(request.spec.deadline_s is not None for request in book.queue):
         return
-    costs, line = _costs(book), _Line(book)
+    costs, line, everyone = _costs(book), _Line(book), book.workers.cluster.everyone
     for request in list(book.queue.in_order()):
         spec = request.spec
         if spec.deadline_s is not None and not request.output and not request.is_part:
@@ -174,7 +174,7 @@ def _fail_unmeetable(book: Book, now: float) -> None:
                 if error is not None:
                     book.fail(request, error, now)
                     continue
-        if could_serve(book.workers.cluster.everyone, request):  # else it delays nobody
+        if could_serve(everyone, request):  # else it delays nobody
             line.add(request)
 
 
@@ -292,8 +292,9 @@ def _check_deadline(
     line = _Line(book)  # before the work: what is expected of outputs is looked up for it
     work = _work(book, spec.tenant, num_tokens, spec.min_tokens, max_tokens)
     order = order_of(spec.priority, int(work.output_tokens), sys.maxsize)
+    everyone = book.workers.cluster.everyone
     for other in book.queue.before(spec.tenant, spec.model, order, book.shares.get(spec.model)):
-        if could_serve(book.workers.cluster.everyone, other):  # else it delays nobody
+        if could_serve(everyone, other):  # else it delays nobody
             line.add(other)
     error = _deadline_error(book, _costs(book), spec, work, line.ahead(), now, before_s=before_s)
     if error is not None:
