@@ -88,6 +88,9 @@ class HandoffLeg:
             )
             self._emit(worker_pb2.LegEvent(import_failed=failed))
             self._log(logging.WARNING, f"import failed: {error}")
+        # The stream that it ended keeps it, and in its traceback's frames are the stream, the leg and the import: all
+        # that would stay until Python collects garbage.
+        error.__traceback__ = error.__cause__ = None
 
     def _fail(self, error: Exception) -> None:
         if not self._over:

@@ -65,7 +65,7 @@ _FLAG = "--kv-port"
 _TOO_MANY = f"one more than {MAX_CONNECTIONS} connections"
 _PROBED = b"\xa5" * PROBE_BYTES
 """What a probe brings, in memory of its own: zeros that nobody has written are one page, which never leaves the cache,
-so that sockets seemed faster than shared memory."""
+and sockets would seem faster than they are."""
 
 
 class TcpSource:

@@ -44,10 +44,15 @@ async def handoff(router: ScriptedRouter, prefill: ScriptedSession, decode: Scri
     if fate == "cancelled":
         await prefill.send(cancel={"leg": leg})
         return
+    if fate == "lease ended":
+        await prefill.send(cancel={"leg": leg})
     await decode.send(decode=decode_command(decode_leg, started, prompt, max_tokens=1 if fate == "one token" else 4))
     if fate == "import cancelled":
         await decode.send(cancel={"leg": decode_leg})
         await prefill.send(cancel={"leg": leg})
+        return
+    if fate == "lease ended":
+        await decode.next("import_failed", decode_leg)
         return
     await decode.tokens(decode_leg)
 
@@ -67,7 +72,7 @@ async def test_nothing_of_a_leg_is_left(model: Path, transport: str) -> None:
         gc.disable()
         try:
             before = alive()
-            for fate in ("whole", "one token", "cancelled", "import cancelled") * 5:
+            for fate in ("whole", "one token", "cancelled", "import cancelled", "lease ended") * 5:
                 await handoff(router, prefill, decode, fate)
             await idle(source)
             await idle(target)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -64,17 +66,23 @@ def test_what_was_seen_is_said_in_five_lines_of_the_requests_own_figures() -> No
     assert "went to decode-0 by nixl" in "\n".join(demo.told(facts))
 
 
-def test_a_demo_that_is_told_to_stop_takes_its_cluster_along(tmp_path: pathlib.Path) -> None:
-    """A time limit, as CI has it, sends SIGTERM."""
-    program = f"import os, time; print('pid', os.getpid(), flush=True); time.sleep({_LONG_S})"
+@contextlib.contextmanager
+def demo_over(cluster: str, tmp_path: pathlib.Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Yields a demo whose cluster is this program, and the process that the program says it is."""
     code = (
         "import pathlib, sys; from scripts import demo; "
-        f"demo.BATON = (sys.executable, '-S', '-c', {program!r}); "
+        f"demo.BATON = (sys.executable, '-c', {cluster!r}); "
         f"demo.LOG_FILE = demo.TRACE_FILE = pathlib.Path({str(tmp_path / 'file')!r}); sys.exit(demo.main())"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        child = next(int(words[1]) for words in map(str.split, process.stdout) if words[:1] == ["pid"])
+        yield process, next(int(words[1]) for words in map(str.split, process.stdout) if words[:1] == ["pid"])
+
+
+def test_a_demo_that_is_told_to_stop_takes_its_cluster_along(tmp_path: pathlib.Path) -> None:
+    """A time limit, as CI has it, sends SIGTERM."""
+    program = f"import os, time; print('pid', os.getpid(), flush=True); time.sleep({_LONG_S})"
+    with demo_over(program, tmp_path) as (process, child):
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
@@ -86,14 +94,7 @@ def test_a_demo_that_is_killed_takes_its_cluster_along(tmp_path: pathlib.Path) -
     cluster = "import sys; from services.core.lifecycle import Lifecycle; "
     cluster += "Lifecycle(lifeline_fd=int(sys.argv[-1]), orphan_grace_s=0).watch_lifeline(); "
     cluster += f"import os, time; print('pid', os.getpid(), flush=True); time.sleep({_LONG_S})"
-    code = (
-        "import pathlib, sys; from scripts import demo; "
-        f"demo.BATON = (sys.executable, '-c', {cluster!r}); "
-        f"demo.LOG_FILE = demo.TRACE_FILE = pathlib.Path({str(tmp_path / 'file')!r}); sys.exit(demo.main())"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        child = next(int(words[1]) for words in map(str.split, process.stdout) if words[:1] == ["pid"])
+    with demo_over(cluster, tmp_path) as (process, child):
         process.kill()
         psutil.wait_procs([psutil.Process(child)], timeout=30)
     assert not psutil.pid_exists(child)
