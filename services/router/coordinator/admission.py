@@ -221,7 +221,7 @@ class _Line:
         self._outlook = _outlook(book)
         self._num_sequences = book.num_in[Phase.PREFILLING] + book.num_in[Phase.PARKED]
         self._num_tokens = 0
-        self._prompt_tokens = self._num_sequences * self._outlook.prompt_tokens_each
+        self._begun_tokens = self._num_sequences * self._outlook.prompt_tokens_each
         self._output_tokens = self._num_sequences * self._outlook.output_tokens_each
 
     def add(self, request: Request) -> None:
@@ -229,14 +229,13 @@ class _Line:
         num_tokens, num_answers = len(request.spec.token_ids) + len(request.output), len(request.answers)
         self._num_sequences += num_answers
         self._num_tokens += num_tokens
-        self._prompt_tokens += num_tokens
         self._output_tokens += num_answers * _tokens_to_come(self._book, request)
 
     def ahead(self) -> Ahead:
         return Ahead(
             self._num_tokens,
             self._num_sequences,
-            self._prompt_tokens,
+            self._begun_tokens + self._num_tokens,
             self._output_tokens,
             self._outlook.tokens_left,
         )

@@ -218,7 +218,7 @@ class Book:
         Before the first request has finished, it is at least as long as the longest so far: a cluster that took all
         that might be short could be kept from ever finishing one.
         """
-        median = self.output_lengths.quantile(caller, prompt_tokens, 0.5)
+        median = self.output_lengths.median_like(caller, prompt_tokens)
         expected = max(min_tokens, self.longest_output if median is None else median)
         return min(expected, max_tokens)  # it ends at the context's end, even if more are asked for
 

@@ -1,6 +1,6 @@
 """Expects how long outputs will be, from those of requests like it that have finished lately. Pure.
 
-Owns: for each caller and length of prompt the newest outputs' lengths, and their quantiles. Bounded: a key keeps
+Owns: for each caller and length of prompt the newest outputs' lengths, and their median. Bounded: a key keeps
 `_WINDOW` lengths, and of callers' keys those that had an output most lately are kept. Never: a request.
 
 Requests are alike if they are of one caller and their prompts have as many binary digits of length; a model has an
@@ -22,9 +22,11 @@ _MOST_KEYS = 1024
 class _Newest:
     """Keeps the newest lengths of one key, as they came and sorted."""
 
-    __slots__ = ("_by_length", "_by_time")
+    __slots__ = ("_by_length", "_by_time", "median")
 
     def __init__(self) -> None:
+        self.median: int | None = None
+        """The median by nearest rank; None before the first length."""
         self._by_time: deque[int] = deque()
         self._by_length: list[int] = []
 
@@ -36,10 +38,7 @@ class _Newest:
             del self._by_length[bisect_left(self._by_length, self._by_time.popleft())]
         self._by_time.append(length)
         insort(self._by_length, length)
-
-    def quantile(self, share: float) -> int:
-        """Returns the quantile by nearest rank, of at least one length."""
-        return self._by_length[min(len(self._by_length) - 1, int(share * len(self._by_length)))]
+        self.median = self._by_length[len(self._by_length) // 2]
 
 
 class OutputLengths:
@@ -57,7 +56,7 @@ class OutputLengths:
     @property
     def median(self) -> int | None:
         """Returns the median of the newest outputs of all callers; None before the first."""
-        return self._of_all.quantile(0.5) if len(self._of_all) else None
+        return self._of_all.median
 
     @property
     def num_keys(self) -> int:
@@ -73,11 +72,10 @@ class OutputLengths:
         for newest in (of_caller, self._of_prompts.setdefault(key[1], _Newest()), self._of_all):
             newest.add(output_tokens)
 
-    def quantile(self, caller: str, prompt_tokens: int, share: float) -> int | None:
-        """Returns the tokens that a share, in [0, 1], of outputs like this one do not exceed; None before the first
-        output."""
+    def median_like(self, caller: str, prompt_tokens: int) -> int | None:
+        """Returns the median of the outputs of requests like this one; None before the first output."""
         key = (caller, prompt_tokens.bit_length())
         for newest in (self._of_callers.get(key), self._of_prompts.get(key[1])):
             if newest is not None and len(newest) >= _ENOUGH:
-                return newest.quantile(share)
-        return self._of_all.quantile(share) if len(self._of_all) else None
+                return newest.median
+        return self._of_all.median

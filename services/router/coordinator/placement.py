@@ -65,6 +65,7 @@ class Attempt:
         """Returns why the worker was chosen."""
         config = self.book.config.policy
         terms = config.prefill_terms if self.phase is PlacedPhase.PREFILL else config.decode_terms
+        terms = policy.PARK_TERMS if self.phase is PlacedPhase.PARK else terms
         return policy.explain_choice(
             self.phase,
             self.job,

@@ -373,8 +373,8 @@ def could_serve(workers: WorkerSubset, request: Request) -> bool:
     """
     if request.total_tokens > workers.longest_sequence:
         return False
-    job = request.next_job()
-    return (job.fingerprint is None and not job.unserved_by) or workers.fit(job).can_begin
+    is_free = not (request.has_begun or request.setbacks.unserved_by)
+    return is_free or workers.fit(request.next_job()).can_begin
 
 
 def _is_asked(worker_id: str, request: Request) -> bool:

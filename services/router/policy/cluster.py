@@ -37,7 +37,7 @@ from services.router.policy.filter import (
     unless_all,
     unless_untried,
 )
-from services.router.policy.terms import PARK_TERMS, Comparison, PolicyConfig, Term
+from services.router.policy.terms import PARK_TERMS, PolicyConfig, Question, Term
 from services.router.policy.views import Fingerprint, HandoffsInFlight, Job, Role, Source, WorkerView
 
 _MOST_FITS = 1024
@@ -100,7 +100,7 @@ class Cluster:
         """Returns the workers that are not claimed. It is valid until something changes."""
         part = self._parts.get(claimed)
         if part is None:
-            part = WorkerSubset(self, [view for view in self.views.values() if view.worker_id not in claimed])
+            part = WorkerSubset(self, [view for id, view in sorted(self.views.items()) if id not in claimed])
             self._parts[claimed] = part
         return part
 
@@ -132,7 +132,8 @@ class Cluster:
 
 
 class WorkerSubset:
-    """Holds some of the workers, in one topology, and what jobs fit them."""
+    """Holds some of the workers, in one topology, and what jobs fit them. Workers come in the order of their ids
+    everywhere: so that of equally good ones the first is taken."""
 
     def __init__(self, cluster: Cluster, views: list[WorkerView]) -> None:
         ready = [view for view in views if view.ready]
@@ -545,17 +546,12 @@ def _best(
     if not candidates:
         return None
 
-    scored = [
-        (weight, term.among(candidates, job, lenders) if isinstance(term, Comparison) else term)
-        for weight, term in terms
-    ]
-
+    asked = Question(job, source, now, lenders)
+    values = [term(candidates, asked) for _, term in terms]
     scores = [0.0] * len(candidates)
-    for weight, term in scored:
-        scores = [
-            score + weight * term(worker, job, source, now) for score, worker in zip(scores, candidates, strict=True)
-        ]
-    ranked = [(-score, worker.worker_id, worker) for score, worker in zip(scores, candidates, strict=True)]
-    ranked.sort()
-    ranking.candidates, ranking.terms, ranking.best = candidates, scored, ranked[:MOST_SCORED]
-    return ranked[0][1]
+    for (weight, _), each in zip(terms, values, strict=True):
+        scores = [score + weight * value for score, value in zip(scores, each)]  # noqa: B905
+    best = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[:MOST_SCORED]  # stable: see `WorkerSubset`
+    ranking.num_candidates = len(candidates)
+    ranking.best = [(candidates[place], scores[place], tuple([each[place] for each in values])) for place in best]
+    return candidates[best[0]].worker_id

@@ -1,8 +1,7 @@
 """Records why a worker was chosen: every candidate's terms, who was left out and why, and what decided. Pure.
 
 Owns: the record of one choice and what follows from it, and the memory of recent requests' records, for `baton explain`
-(`Explanations`). Never: the choice itself (`cluster.py`), or how records are shown. A record is made for each
-placement, so it only holds on to what the choice looked at; the terms are computed again when somebody asks.
+(`Explanations`). Never: the choice itself (`cluster.py`), or how records are shown.
 """
 
 from __future__ import annotations
@@ -17,28 +16,26 @@ from services.core.records import record
 from services.router.policy.filter import LeftOutWorkers, Reasons
 from services.router.policy.known_cache import PrefixOutcome, PrefixSource
 from services.router.policy.splitting import SplitCosts, WhySplit, WhyUnsplit
-from services.router.policy.terms import Term
+from services.router.policy.terms import Question, Term
 from services.router.policy.views import Job, Source, WorkerView
 
 MOST_SCORED = 5
 """The most candidates that a record keeps."""
 
 
-Ranked = tuple[float, str, WorkerView]
-"""A candidate, after what it was compared by: its score's negative, and its id."""
+Ranked = tuple[WorkerView, float, tuple[float, ...]]
+"""A candidate with its score and the value of each term."""
 
 
 class Ranking:
     """Is given the candidates of one choice, as they were compared, and why others were none."""
 
-    __slots__ = ("best", "candidates", "find_shortages", "noted", "terms")
+    __slots__ = ("best", "find_shortages", "noted", "num_candidates")
 
     def __init__(self) -> None:
-        self.candidates: Sequence[WorkerView] = ()
+        self.num_candidates = 0
         self.best: Sequence[Ranked] = ()
         """The best of them, the winner first: at most `MOST_SCORED`."""
-        self.terms: Sequence[tuple[float, Term]] = ()
-        """The weights, and the terms as they score these candidates."""
         self.noted: Reasons = {}
         """Why some of those that could ever take the job were not asked whether they have room."""
         self.find_shortages: Callable[[], Reasons] = dict
@@ -164,24 +161,13 @@ class PlacementChoice:
     """Why all of it runs there; None unless its prompt could have run apart."""
     split: SplitAfterAll | None
     """Why only the prompt runs there; None unless it was weighed."""
-    _best: Sequence[Ranked]
-    _looked_at: tuple[Job, Source | None] | None
-    """What the terms looked at beside the workers, until they have been computed again."""
-    _scored: tuple[ScoredWorker, ...] = ()
+    scored: tuple[ScoredWorker, ...]
+    """The winner, then the best of the others, best first; at most `MOST_SCORED`."""
     prefix: PrefixSource | None = None
     """From whom a part of the prompt's KV is brought there, or why it is not; None if nobody had more of it. It is
     known once the leg is opened."""
     brought: PrefixOutcome | None = None
     """What came of that; None as long as it is not known."""
-
-    @property
-    def scored(self) -> tuple[ScoredWorker, ...]:
-        """Returns the winner, then the best of the others, best first; at most `MOST_SCORED`."""
-        if self._looked_at is not None:
-            job, source = self._looked_at
-            self._scored = tuple([self._score(-rank, view, job, source) for rank, _, view in self._best])
-            self._best, self._looked_at = (), None
-        return self._scored
 
     @property
     def winner(self) -> ScoredWorker:
@@ -195,16 +181,8 @@ class PlacementChoice:
     def num_bytes(self) -> int:
         """Returns about how much memory it takes, with the workers as they were."""
         num_named = len(self.left_out.named) + (len(self.before.left_out.named) if self.before else 0)
-        num_workers = max(len(self._best), len(self._scored))
         num_own = 600 if self.unsplit is None and self.split is None else 800
-        return num_own + num_workers * (800 + 32 * len(self.terms)) + 64 * num_named
-
-    def _score(self, score: float, view: WorkerView, job: Job, source: Source | None) -> ScoredWorker:
-        values = tuple([term(view, job, source, self.at_s) for _, term in self.terms])
-        load, step_ms = view.load, 0.0
-        if self.phase is not PlacedPhase.PREFILL and load.ms_per_decode_step:
-            step_ms = view.step_ms(view.num_sequences + 1)
-        return ScoredWorker(view.worker_id, score, values, view.queued_tokens, load.ms_per_prefill_token, step_ms)
+        return num_own + len(self.scored) * (250 + 32 * len(self.terms)) + 64 * num_named
 
     def weighted(self, scored: ScoredWorker) -> list[tuple[str, float]]:
         """Returns each term's name with its weighted value; the values add up to the score."""
@@ -253,29 +231,30 @@ def explain_choice(
 
     `ranking` is empty if `chosen` was taken without comparing, as the worker nearest to having room.
     """
-    best, is_aged, terms = ranking.best, not ranking.best, ranking.terms or terms
+    best, is_aged = ranking.best, not ranking.best
     if is_aged:
-        score = 0.0
-        for weight, term in terms:
-            score += weight * term(chosen, job, source, now)
-        best = ((-score, chosen.worker_id, chosen),)
-    choice = PlacementChoice(
+        values = tuple([term([chosen], Question(job, source, now))[0] for _, term in terms])
+        best = ((chosen, sum(weight * value for (weight, _), value in zip(terms, values, strict=True)), values),)
+    return PlacementChoice(
         phase,
         now,
         waited_s,
         is_aged,
         terms,
-        len(ranking.candidates),
+        ranking.num_candidates,
         left_out,
         before,
         unsplit,
         split,
-        best,
-        (job, source),
+        tuple([_scored(phase, *each) for each in best]),
     )
-    if chosen.cache is not None:  # the only part of a view that changes, and jobs have their hashes then
-        _ = choice.scored
-    return choice
+
+
+def _scored(phase: PlacedPhase, view: WorkerView, score: float, values: tuple[float, ...]) -> ScoredWorker:
+    load, step_ms = view.load, 0.0
+    if phase is not PlacedPhase.PREFILL and load.ms_per_decode_step:
+        step_ms = view.step_ms(view.num_sequences + 1)
+    return ScoredWorker(view.worker_id, score, values, view.queued_tokens, load.ms_per_prefill_token, step_ms)
 
 
 MOST_REQUESTS = 4096

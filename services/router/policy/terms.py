@@ -1,25 +1,38 @@
 """Scores workers by what makes them a good choice, in [0, 1], with weights. Pure.
 
-A new criterion is one more `Term` in `PolicyConfig`; named sets of them are in `presets.py`. A term scores a worker by
-itself, or, as a `Comparison`, beside the others that could be chosen. What a worker could bring of a prompt counts by
-what computing as much would take; from whom a leg brings in the end (`choose_source`) depends on who is busy, too.
+A new criterion is one more `Term` in `PolicyConfig`; named sets of them are in `presets.py`. A term scores all
+candidates of a choice at once, since some compare them. What a worker could bring of a prompt counts by what computing
+as much would take; from whom a leg brings in the end (`choose_source`) depends on who is busy, too.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from services.core.errors import ConfigError
+from services.router.policy.handoff_time import HandoffTime
 from services.router.policy.known_cache import MARGIN, KnownCache, PrefixIndex, most_told
 from services.router.policy.views import Job, Role, Source, WorkerView, cached_blocks
 
-Term = Callable[[WorkerView, Job, Source | None, float], float]
-"""Maps (worker, job, source of the handoff if there is one, now) to a score in [0, 1]; higher is better."""
+
+class Question(NamedTuple):
+    """Holds what a worker is wanted for."""
+
+    job: Job
+    source: Source | None
+    """The worker that holds the handoff's lease, or is to; None where no handoff is to be taken over."""
+    now: float
+    lenders: Collection[WorkerView] = ()
+    """From whom the candidates could bring a part of the prompt."""
+
+
+Term = Callable[[Sequence[WorkerView], Question], Sequence[float]]
+"""Maps all candidates, and what they are wanted for, to the score of each in [0, 1]; higher is better."""
 
 _WAIT_SCALE_MS = 500.0
 _GUESSED_MS_PER_PREFILL_TOKEN = 0.5
@@ -36,42 +49,63 @@ _WORTH_GOING = 0.25
 """The share of a prompt in a prefix cache for which a request without a better reason goes there."""
 
 
-def short_queue(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def short_queue(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Falls with the time until this prompt's turn: it is a half at half a second."""
-    wait_ms = worker.queued_tokens * (worker.load.ms_per_prefill_token or _GUESSED_MS_PER_PREFILL_TOKEN)
-    return 1.0 / (1.0 + wait_ms / _WAIT_SCALE_MS)
+    guess = _GUESSED_MS_PER_PREFILL_TOKEN
+    return [
+        _WAIT_SCALE_MS / (_WAIT_SCALE_MS + worker.queued_tokens * (worker.load.ms_per_prefill_token or guess))
+        for worker in workers
+    ]
 
 
-def free_memory(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def free_memory(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Returns the share of the pool that is still available with the job in it."""
-    left = worker.available_blocks - worker.blocks_for(job.num_tokens)
-    return left / worker.num_blocks if left > 0 else 0.0
+    num_tokens = asked.job.num_tokens
+    return [
+        left / worker.num_blocks if (left := worker.available_blocks - worker.blocks_for(num_tokens)) > 0 else 0.0
+        for worker in workers
+    ]
 
 
-def small_batch(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-    share = 1.0 - worker.num_sequences / worker.max_num_seqs
-    return share if share > 0 else 0.0
+def small_batch(workers: Sequence[WorkerView], asked: Question) -> list[float]:
+    """Returns the share of the batch that is empty."""
+    return [share if (share := 1.0 - worker.num_sequences / worker.max_num_seqs) > 0 else 0.0 for worker in workers]
 
 
-def dedicated(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def dedicated(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Prefers workers with one phase, since a mixed worker would disturb its other phase."""
-    return 0.0 if worker.roles is Role.MIXED else 1.0
+    mixed = Role.MIXED  # to look a member up takes as long as all the rest
+    return [0.0 if worker.roles is mixed else 1.0 for worker in workers]
 
 
-def near(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def near(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Returns 1 in place (no byte moves), 0.5 on the same host (shared memory), 0 elsewhere."""
-    if source is None or worker.worker_id == source.worker_id:
-        return 1.0
-    return 0.5 if worker.host_id == source.host_id else 0.0
+    source = asked.source
+    if source is None:
+        return [1.0] * len(workers)
+    return [
+        1.0 if worker.worker_id == source.worker_id else 0.5 if worker.host_id == source.host_id else 0.0
+        for worker in workers
+    ]
 
 
-def quick_handoff(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def quick_handoff(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Falls with what the handoff between the two is expected to take that nothing hides, by those before it and by
     what its blocks take at the pair's rate: it is 1 up to 50 ms, and a half at 100 ms. It is 1 as well in place, and
     while that is not known, so that every pair is tried."""
-    time = worker.handoff_times.get(source.worker_id) if source is not None else None
-    if source is None or time is None:
-        return 1.0
+    source = asked.source
+    if source is None:
+        return [1.0] * len(workers)
+    return [
+        1.0
+        if (time := worker.handoff_times.get(source.worker_id)) is None
+        else _handoff_share(time, worker, source, asked)
+        for worker in workers
+    ]
+
+
+def _handoff_share(time: HandoffTime, worker: WorkerView, source: Source, asked: Question) -> float:
+    job, now = asked.job, asked.now
     ms = time.expected_ms(job.num_tokens, source.step_tokens, source.token_ms, now)
     if ms is None or ms <= _HANDOFF_SCALE_MS:
         return 1.0
@@ -80,9 +114,9 @@ def quick_handoff(worker: WorkerView, job: Job, source: Source | None, now: floa
     return 1.0 if ms is None or ms <= _HANDOFF_SCALE_MS else _HANDOFF_SCALE_MS / ms
 
 
-def trusted(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def trusted(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Returns less than 1 after a failure, and in the slow start of a worker that was down; it grows with time."""
-    return 1.0 if worker.ramp is None else worker.ramp.at(now)
+    return [1.0 if worker.ramp is None else worker.ramp.at(asked.now) for worker in workers]
 
 
 PARK_TERMS: tuple[tuple[float, Term], ...] = ((2.0, near), (1.0, free_memory), (1.0, trusted))
@@ -90,110 +124,84 @@ PARK_TERMS: tuple[tuple[float, Term], ...] = ((2.0, near), (1.0, free_memory), (
 the one with the most memory left."""
 
 
-def same_conversation(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def same_conversation(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Returns 1 where the job's conversation was placed lately, else 0."""
-    return 1.0 if worker.cache is not None and worker.cache.has_conversation(job.conversation) else 0.0
+    conversation = asked.job.conversation
+    return [
+        1.0 if worker.cache is not None and worker.cache.has_conversation(conversation) else 0.0 for worker in workers
+    ]
 
 
-def few_requests(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def few_requests(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Falls with the requests that the worker has, whatever their lengths: it is a half with one."""
-    return 1.0 / (1.0 + worker.num_requests)
+    return [1.0 / (1.0 + worker.num_requests) for worker in workers]
 
 
-def free_capacity(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def free_capacity(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Falls with the requests that the worker would have for each unit of its declared capacity: it is a half where
     they are as many as the capacity."""
-    return worker.capacity / (worker.capacity + worker.num_requests + 1)
+    return [worker.capacity / (worker.capacity + worker.num_requests + 1) for worker in workers]
 
 
-def soon_computed(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def soon_computed(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Falls with the time until the whole prompt is computed, those before it included, by the milliseconds per token
     that the worker has measured of itself: it is a half at half a second."""
-    ms_per_token = worker.load.ms_per_prefill_token or _GUESSED_MS_PER_PREFILL_TOKEN
-    return 1.0 / (1.0 + (worker.queued_tokens + job.num_tokens) * ms_per_token / _WAIT_SCALE_MS)
+    token_ms = [worker.load.ms_per_prefill_token or _GUESSED_MS_PER_PREFILL_TOKEN for worker in workers]
+    return [
+        1.0 / (1.0 + (worker.queued_tokens + asked.job.num_tokens) * ms / _WAIT_SCALE_MS)
+        for worker, ms in zip(workers, token_ms, strict=True)
+    ]
 
 
-def quick_steps(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def quick_steps(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Falls with the time of a decode step that has the job in it too, by the milliseconds that the worker has measured
     of itself: it is a half at 50 ms. It is 1 for a worker that does not decode: nobody's tokens wait for its steps."""
-    if not worker.roles.can_decode:
-        return 1.0
-    step_ms = worker.step_ms(worker.num_sequences + 1) or _GUESSED_MS_PER_DECODE_STEP
-    return 1.0 / (1.0 + step_ms / _STEP_SCALE_MS)
+    step_ms = [worker.step_ms(worker.num_sequences + 1) or _GUESSED_MS_PER_DECODE_STEP for worker in workers]
+    return [
+        1.0 / (1.0 + ms / _STEP_SCALE_MS) if worker.roles.can_decode else 1.0
+        for worker, ms in zip(workers, step_ms, strict=True)
+    ]
 
 
-def in_place(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def in_place(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Returns 1 where the job's KV stands already, so that no byte moves, else 0."""
-    return 1.0 if source is not None and worker.worker_id == source.worker_id else 0.0
+    here = asked.source.worker_id if asked.source is not None else None
+    return [1.0 if worker.worker_id == here else 0.0 for worker in workers]
 
 
-def room_for_urgent(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
+def room_for_urgent(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Returns the share of the worker's batch that is empty, as far as the caller's priority counts: nothing at 0 or
     below, a half of it at 1, and nearly all of it at 10.
 
     A priority alone is the same number for all workers, and would choose none.
     """
-    urgency = max(0, job.priority)
-    return urgency / (1.0 + urgency) * small_batch(worker, job, source, now)
+    urgency = max(0, asked.job.priority)
+    return [urgency / (1.0 + urgency) * share for share in small_batch(workers, asked)]
 
 
-class Comparison:
-    """Scores each worker beside all that could be chosen for the job; a `Term` for which nobody else is there."""
-
-    __name__: str
-
-    def __init__(
-        self, compare: Callable[[Sequence[WorkerView], Job, Collection[WorkerView]], Mapping[str, float]]
-    ) -> None:
-        """`compare` maps (candidates, job, lenders) to scores in [0, 1] by worker id; the lenders are those from whom
-        the candidates could bring a part of the prompt."""
-        self._compare = compare
-        functools.update_wrapper(self, compare)
-
-    def __call__(self, worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-        return self.scores([worker], job)[worker.worker_id]
-
-    def scores(
-        self, workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView] = ()
-    ) -> Mapping[str, float]:
-        """Returns the score of each of these workers, by worker id."""
-        return self._compare(workers, job, lenders)
-
-    def among(self, workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView] = ()) -> Term:
-        """Returns the term that scores these workers, which are all candidates for the job."""
-        scores = self.scores(workers, job, lenders)
-
-        def score(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-            return scores[worker.worker_id]
-
-        score.__name__ = self.__name__
-        return score
-
-
-@Comparison
-def least_recent(workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView]) -> Mapping[str, float]:
+def least_recent(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Returns 1 for the worker whose newest leg is the oldest, and less for each that was placed to later.
 
     Nothing is kept for it: the numbers of legs grow, and say in which order workers were chosen.
     """
     oldest_first = sorted(workers, key=lambda worker: (worker.newest_leg, worker.worker_id))
-    return {worker.worker_id: 1.0 - place / len(workers) for place, worker in enumerate(oldest_first)}
+    places = {worker.worker_id: place for place, worker in enumerate(oldest_first)}
+    return [1.0 - places[worker.worker_id] / len(workers) for worker in workers]
 
 
-@Comparison
-def prefix_cached(workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView]) -> Mapping[str, float]:
+def prefix_cached(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Returns the share of the job's tokens that stand in full blocks which the worker's prefix cache has, by what it
     told, or will have, by the prompts it was given: of a long prompt up to a 64th less. What it can bring from a lender
     counts too, less the tokens that it could compute meanwhile."""
-    lent = lent_by(lenders, job)
-    return {
-        worker.worker_id: (num_blocks * worker.block_size + brought_tokens(worker, num_blocks, lent)) / job.num_tokens
+    job, lent = asked.job, lent_by(asked.lenders, asked.job)
+    found = {
+        worker.worker_id: num_blocks * worker.block_size + brought_tokens(worker, num_blocks, lent)
         for worker, num_blocks in cached_blocks(workers, job)
     }
+    return [found[worker.worker_id] / job.num_tokens for worker in workers]
 
 
-@Comparison
-def conversation_place(workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView]) -> Mapping[str, float]:
+def conversation_place(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Returns 1 for the conversation's own worker, 1/2 for the next in its order, 1/3 for the one after it; 0 for all
     if the job belongs to no conversation.
 
@@ -202,15 +210,12 @@ def conversation_place(workers: Sequence[WorkerView], job: Job, lenders: Collect
     conversations that it gains or loses, and routers agree without telling each other. Workers that would have more
     than `LOAD_BOUND` times the mean of requests come last.
     """
-    order = _conversation_order(workers, job) if job.conversation else []
-    scores = dict.fromkeys((worker.worker_id for worker in workers), 0.0)
-    return scores | {worker.worker_id: 1.0 / place for place, worker in enumerate(order, start=1)}
+    order = _conversation_order(workers, asked.job) if asked.job.conversation else []
+    scores = {worker.worker_id: 1.0 / place for place, worker in enumerate(order, start=1)}
+    return [scores.get(worker.worker_id, 0.0) for worker in workers]
 
 
-@Comparison
-def conversation_or_prefix(
-    workers: Sequence[WorkerView], job: Job, lenders: Collection[WorkerView]
-) -> Mapping[str, float]:
+def conversation_or_prefix(workers: Sequence[WorkerView], asked: Question) -> list[float]:
     """Scores as `conversation_place` while the conversation's own worker hits well, else by the share of the prompt
     that each worker's prefix cache has, if that is worth going there, else 0 for all. Workers over the bound of
     `conversation_place` do not count, so that what many prompts share, such as a system prompt, does not draw all of
@@ -219,13 +224,14 @@ def conversation_or_prefix(
     The worker hits well if, of what is cached of the prompt anywhere, it has nearly as much as any, or can bring it: of
     a new conversation with a new prompt, nobody has anything, and it begins where it will be found again.
     """
-    most_requests = _most_requests(workers)
-    cached = prefix_cached.scores([worker for worker in workers if worker.num_requests < most_requests], job, lenders)
-    shares = {worker.worker_id: cached.get(worker.worker_id, 0.0) for worker in workers}
+    job, most_requests = asked.job, _most_requests(workers)
+    usable = [worker for worker in workers if worker.num_requests < most_requests]
+    shares = dict.fromkeys((worker.worker_id for worker in workers), 0.0)
+    shares.update(zip((worker.worker_id for worker in usable), prefix_cached(usable, asked), strict=True))
     most = max(shares.values())
     if job.conversation and shares[_conversation_order(workers, job)[0].worker_id] >= _HITS_WELL * most:
-        return conversation_place.scores(workers, job)
-    return shares if most >= _WORTH_GOING else dict.fromkeys(shares, 0.0)
+        return conversation_place(workers, asked)
+    return list(shares.values()) if most >= _WORTH_GOING else [0.0] * len(workers)
 
 
 def _most_requests(workers: Sequence[WorkerView]) -> int:
@@ -245,11 +251,29 @@ def _conversation_order(workers: Sequence[WorkerView], job: Job) -> list[WorkerV
     return sorted(workers, key=rank)
 
 
-_TERMS: tuple[Term, ...] = (short_queue, free_memory, small_batch, dedicated, near, quick_handoff, trusted)
-_OF_PROMPTS: tuple[Term, ...] = (prefix_cached, same_conversation)
-_OF_PRESETS: tuple[Term, ...] = (few_requests, free_capacity, soon_computed, quick_steps, in_place, room_for_urgent)
-_COMPARISONS: tuple[Term, ...] = (least_recent, conversation_place, conversation_or_prefix)
-TERMS: Mapping[str, Term] = {term.__name__: term for term in (*_TERMS, *_OF_PROMPTS, *_OF_PRESETS, *_COMPARISONS)}
+TERMS: Mapping[str, Term] = {
+    term.__name__: term
+    for term in (
+        short_queue,
+        free_memory,
+        small_batch,
+        dedicated,
+        near,
+        quick_handoff,
+        trusted,
+        prefix_cached,
+        same_conversation,
+        few_requests,
+        free_capacity,
+        soon_computed,
+        quick_steps,
+        in_place,
+        room_for_urgent,
+        least_recent,
+        conversation_place,
+        conversation_or_prefix,
+    )
+}
 LOOKING_AT_PROMPTS: frozenset[Term] = frozenset({prefix_cached, same_conversation, conversation_or_prefix})
 """Terms that need `PolicyConfig.hash_prompts`."""
 MOST_WEIGHT = 1e6

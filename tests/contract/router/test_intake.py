@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from google.rpc import error_details_pb2
 from baton.v1 import inference_pb2, types_pb2
 from services.core.hashing import block_hashes, short_hashes
 from services.router.policy import PRESETS, Job, PolicyConfig, WorkerView
-from services.router.policy.terms import prefix_cached
+from services.router.policy.terms import Question, prefix_cached
 from services.router.text.tokenisation import ModelText
 from services.rpc.status import status_of_call
 from tests.support.cluster import CONFIG, Cluster, code_of, request
@@ -289,9 +289,9 @@ async def test_prompts_are_hashed_off_the_loop_where_policy_looks_at_their_block
         hashed.append((len(token_ids), threading.current_thread() is threading.main_thread()))
         return block_hashes(token_ids, block_size, cache_salt)
 
-    def look(worker: WorkerView, job: Job, *_: object) -> float:
-        jobs.append(job)
-        return prefix_cached(worker, job, None, 0.0)
+    def look(workers: Sequence[WorkerView], asked: Question) -> list[float]:
+        jobs.append(asked.job)
+        return prefix_cached(workers, asked)
 
     terms = ((1.0, look),)
     policy = PolicyConfig(hash_prompts=True, prefill_terms=terms, decode_terms=terms)

@@ -24,7 +24,7 @@ from services.router.policy import (
     sharing,
 )
 from services.router.policy.known_cache import MARGIN, MOST_AT_ONCE
-from services.router.policy.terms import prefix_cached
+from services.router.policy.terms import Question, prefix_cached
 from tests.support.router_bench import Bench
 from tests.support.worker_views import mixed, view
 
@@ -55,7 +55,7 @@ class Peers:
 
 
 def share(worker: WorkerView, *lenders: WorkerView) -> float:
-    return prefix_cached.scores([worker], JOB, lenders)[worker.worker_id] * JOB.num_tokens
+    return prefix_cached([worker], Question(JOB, None, 0.0, lenders))[0] * JOB.num_tokens
 
 
 def test_what_a_peer_has_counts_less_what_it_takes_to_bring() -> None:

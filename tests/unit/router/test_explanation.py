@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from services.router.policy import (
 )
 from services.router.policy.explanation import MOST_SCORED, Decider, Verdict
 from services.router.policy.filter import MOST_NAMED
-from services.router.policy.terms import TERMS, Term
+from services.router.policy.terms import TERMS, Question, Term
 from tests.support.worker_views import decode, mixed, prefill, view
 
 NOW = 1000.0
@@ -70,8 +70,8 @@ def start(
 def constant(name: str, **values: float) -> Term:
     """Returns a term with a value for each worker."""
 
-    def term(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-        return values[worker.worker_id]
+    def term(workers: Sequence[WorkerView], asked: Question) -> list[float]:
+        return [values[worker.worker_id] for worker in workers]
 
     term.__name__ = name
     return term
@@ -150,7 +150,7 @@ def test_a_runner_up_costs_the_difference_of_the_steps(
         for name, running in (("a", 1), ("b", 3))
     )
     ranking = Ranking()
-    ranking.candidates, ranking.best = (a, b), ((-1.0, "a", a), (-0.5, "b", b))
+    ranking.num_candidates, ranking.best = 2, ((a, 1.0, (1.0,)), (b, 0.5, (0.5,)))
     terms = ((1.0, constant("x", **A)),)
     choice = explain_choice(phase, JOB, None, a, ranking, terms, NOW, waited_s=0.0, left_out=policy.LeftOutWorkers())
     verdict = choice.verdict()
@@ -248,14 +248,12 @@ def test_a_record_is_bounded_and_keeps_the_best() -> None:
     assert [each.why for each in choice.left_out.named] == [WhyNot.NO_BLOCKS] * 5 + [WhyNot.NOT_READY] * 3
 
 
-@pytest.mark.parametrize("is_asked", [False, True])
-def test_what_a_record_says_of_its_size_is_about_its_size(is_asked: bool) -> None:
+def test_what_a_record_says_of_its_size_is_about_its_size() -> None:
     def record() -> PlacementChoice:
         loads = [load(queued_prefill_tokens=1000 * n, ms_per_prefill_token=0.5 + n) for n in range(MOST_SCORED)]
         choice = start([*(prefill(f"p{n}", load=each) for n, each in enumerate(loads)), decode()])
         assert choice is not None
-        if is_asked:
-            assert len(choice.scored) == MOST_SCORED
+        assert len(choice.scored) == MOST_SCORED
         return choice
 
     record()

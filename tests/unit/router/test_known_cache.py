@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
@@ -15,13 +16,12 @@ from services.router.policy import (
     KnownCache,
     PolicyConfig,
     Role,
-    Source,
     WorkerView,
     sharing,
     weighted,
 )
 from services.router.policy.known_cache import PrefixIndex, num_blocks_of
-from services.router.policy.terms import prefix_cached, same_conversation, short_queue
+from services.router.policy.terms import Question, prefix_cached, same_conversation, short_queue
 from tests.support.router_bench import Bench
 
 PROMPT = tuple(range(37))
@@ -31,9 +31,9 @@ HASHES = {16: short_hashes(block_hashes(PROMPT, 16, "s"))}
 def test_a_job_knows_its_prompts_blocks_as_a_workers_cache_does() -> None:
     jobs: list[Job] = []
 
-    def look(worker: WorkerView, job: Job, source: Source | None, now: float) -> float:
-        jobs.append(job)
-        return 0.0
+    def look(workers: Iterable[WorkerView], asked: Question) -> list[float]:
+        jobs.append(asked.job)
+        return [0.0 for _ in workers]
 
     bench = Bench(policy=PolicyConfig(hash_prompts=True, prefill_terms=((1.0, look),)))
     for worker_id in ("d", "p-0", "p-1"):

@@ -24,6 +24,7 @@ from services.router.policy import (
     resolve_max_tokens,
 )
 from services.router.policy.health import Ramp
+from services.router.policy.terms import Question
 from tests.support.worker_views import decode, mixed, prefill, view
 
 NOW = 1000.0
@@ -221,7 +222,7 @@ def test_scores_are_shares() -> None:
     for worker in (crowded, prefill(), decode(), mixed()):
         for _, term in (*CONFIG.prefill_terms, *CONFIG.decode_terms):
             for source in (None, SOURCE):
-                assert 0.0 <= term(worker, JOB, source, NOW) <= 1.0
+                assert 0.0 <= term([worker], Question(JOB, source, NOW))[0] <= 1.0
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "max_tokens", "expected"), [(10, 5, 5), (10, None, 1014), (1023, 1, 1)])

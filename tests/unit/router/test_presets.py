@@ -27,7 +27,7 @@ from services.router.policy import (
 from services.router.policy import terms as of
 from services.router.policy.health import Ramp
 from services.router.policy.presets import DEFAULT, PRESETS, preset
-from services.router.policy.terms import Comparison, Term
+from services.router.policy.terms import Question, Term
 from tests.support.router_bench import Bench, started
 from tests.support.worker_views import decode, mixed, prefill, view
 
@@ -91,13 +91,11 @@ ALONE: dict[str, tuple[Term, WorkerView, Job, Source | None, float]] = {
 @pytest.mark.parametrize("case", ALONE)
 def test_terms(case: str) -> None:
     term, worker, job, source, expected = ALONE[case]
-    assert term(worker, job, source, NOW) == pytest.approx(expected)
+    assert term([worker], Question(job, source, NOW)) == [pytest.approx(expected)]
 
 
 def scores(term: Term, workers: Sequence[WorkerView], job: Job) -> list[float]:
-    assert isinstance(term, Comparison)
-    among = term.among(workers, job)
-    return [among(worker, job, None, NOW) for worker in workers]
+    return list(term(workers, Question(job, None, NOW)))
 
 
 def test_the_least_recent_is_the_one_that_was_placed_to_longest_ago() -> None:
@@ -176,8 +174,7 @@ def test_terms_are_shares_in_every_preset() -> None:
     workers = [crowded, prefill(ramp=Ramp(NOW, 9.0)), decode(capacity=1e6), mixed(capacity=1e-3)]
     for config in PRESETS.values():
         for _, term in (*config.prefill_terms, *config.decode_terms):
-            among = term.among(workers, job) if isinstance(term, Comparison) else term
-            assert all(0.0 <= among(worker, job, SOURCE, NOW) <= 1.0 for worker in workers)
+            assert all(0.0 <= share <= 1.0 for share in term(workers, Question(job, SOURCE, NOW)))
 
 
 def test_the_default_is_what_is_documented() -> None:
