@@ -131,6 +131,16 @@ def test_a_key_on_a_read_only_mount_is_taken_as_it_is(folder: Path) -> None:
         assert certificates(folder, "router").serial
 
 
+def test_a_ca_with_a_negative_serial_number_is_trusted_without_a_word(folder: Path) -> None:
+    """Machines trust some that have one, and `--tls-ca system` names them all. Warnings fail tests."""
+    file = folder / "ca.pem"
+    ca = x509.load_pem_x509_certificate(file.read_bytes())
+    serial = ca.serial_number.to_bytes(20)
+    der = ca.public_bytes(Encoding.DER).replace(serial, bytes([serial[0] | 0x80]) + serial[1:])
+    file.write_text(ssl.DER_cert_to_PEM_cert(der))
+    assert Certificates(ca=str(file)).peer_context().cert_store_stats()["x509_ca"] == 1
+
+
 def test_a_process_of_a_cluster_has_all_three_or_none(folder: Path) -> None:
     files = [str(folder / name) for name in ("worker.pem", "worker.key", "ca.pem")]
     assert cluster_certificates("", "", "") is None
