@@ -14,6 +14,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
+from services.cli import certs
 from services.cli.certs import make_certificates
 from services.core.errors import ConfigError
 from services.rpc.authentication import identity, server_name
@@ -171,6 +173,29 @@ def test_roles_stand_in_them_and_only_servers_can_be_servers() -> None:
         assert hosts == ([server_name(role), *here] if is_server else [])
         uses = extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         assert (x509.oid.ExtendedKeyUsageOID.SERVER_AUTH in uses) is is_server
+
+
+def test_the_ca_comes_last_so_that_a_folder_with_one_is_whole(tmp_path: Path) -> None:
+    """docker-compose.tls.yml goes by it."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    folder = tmp_path / "tls"
+    for num_written in range(1, len(make_certificates())):
+        with mock.patch.object(os, "open", side_effect=_opening(num_written, full)), pytest.raises(ConfigError):
+            certs.main(["dev", str(folder)], "baton certs")
+        assert not (folder / "ca.pem").exists()
+        shutil.rmtree(folder)
+
+
+def _opening(number: int, then: OSError) -> Callable[..., int]:
+    """Returns what opens that many files, and then raises."""
+    opened, left = os.open, iter(range(number))
+
+    def open_(*args: Any) -> int:
+        if next(left, None) is None:
+            raise then
+        return opened(*args)
+
+    return open_
 
 
 def test_it_is_warned_of_once_a_day_when_it_expires_soon(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
