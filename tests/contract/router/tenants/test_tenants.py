@@ -4,6 +4,8 @@ tenants do not meet."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,10 @@ import pytest
 from google.rpc import error_details_pb2
 
 from baton.v1 import inference_pb2, types_pb2
+from services.core.lifecycle import Lifecycle
+from services.router import main
+from services.router.main import Router
+from services.router.tenants.gate import Gate
 from services.rpc.names import Attr, Span
 from services.rpc.status import status_of_call
 from tests.support.cluster import CONFIG, Cluster, code_of, read, request
@@ -329,3 +335,29 @@ async def test_a_router_that_others_reach_says_so(
     assert line.levelname == "WARNING"
     assert cluster.router.address in line.message
     await cluster.router.stop()
+
+
+async def test_a_hangup_has_the_file_read_and_ends_no_router_that_starts(
+    model: str, file: TenantsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has replaced the file does not know how far the router is."""
+    asked, disposition = asyncio.Event(), signal.getsignal(signal.SIGHUP)
+    monkeypatch.setattr(Gate, "reload_soon", lambda gate: asked.set())
+
+    class Signalled(Router):
+        def __init__(self, *args: Any) -> None:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            super().__init__(*args)
+
+        async def serve_until(self, stopping: asyncio.Event) -> None:
+            assert callable(signal.getsignal(signal.SIGHUP)), "else the next line would end the tests"
+            os.kill(os.getpid(), signal.SIGHUP)
+            async with asyncio.timeout(HANG_S):
+                await asked.wait()
+
+    monkeypatch.setattr(main, "Router", Signalled)
+    try:
+        await main.serve(replace(CONFIG, model=model, tenants=str(file.path)), Lifecycle(drain_s=0.0))
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, disposition)
