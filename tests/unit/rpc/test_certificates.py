@@ -277,3 +277,23 @@ async def test_both_ends_show_certificates_of_the_ca(folder: Path, tmp_path: Pat
     async with _serving(certificates(folder, "client").server_context()) as port:
         with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
             await _serial_at(port, worker.peer_context())
+
+
+async def test_no_session_goes_on_where_certificates_are_asked_for(folder: Path) -> None:
+    """It would not be checked by the CAs of then: TLS 1.2 can resume one by itself, and 1.3 by a ticket."""
+    old = certificates(folder, "worker").peer_context()
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+    public = Certificates(str(folder / "router.pem"), str(folder / "router.key"))
+    async with _serving(public.server_context()) as port:
+        assert await _serial_at(port, old) == public.serial
+    async with _serving(certificates(folder, "router").server_context()) as port:
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await _serial_at(port, old)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=certificates(folder, "worker").peer_context()
+        )
+        writer.write(b"hello")
+        await reader.readexactly(5)
+        session = writer.get_extra_info("ssl_object").session
+        assert session is None or not session.has_ticket
+        writer.close()

@@ -23,6 +23,7 @@ from services.router.main import Router
 from services.router.tenants.gate import Gate
 from services.rpc.names import Attr, Span
 from services.rpc.status import status_of_call
+from tests.support.certificates import written
 from tests.support.cluster import CONFIG, Cluster, code_of, read, request
 from tests.support.patience import HANG_S
 from tests.support.scripted_worker import MODEL_ID, OUTPUT, TEXT, TOKENIZER
@@ -324,16 +325,24 @@ async def test_prompts_of_a_tenant_that_says_so_are_not_logged(
     await cluster.stop()
 
 
-@pytest.mark.parametrize(("has_tenants", "expected"), [(False, "ANYONE WHO REACHES"), (True, "IN THE CLEAR")])
+@pytest.mark.parametrize(
+    ("has_tenants", "has_tls", "expected"),
+    [(False, False, "ANYONE WHO REACHES"), (False, True, "ANYONE WHO REACHES"), (True, False, "IN THE CLEAR")],
+)
 async def test_a_router_that_others_reach_says_so(
-    model: str, file: TenantsFile, caplog: pytest.LogCaptureFixture, has_tenants: bool, expected: str
+    model: str, file: TenantsFile, caplog: pytest.LogCaptureFixture, has_tenants: bool, has_tls: bool, expected: str
 ) -> None:
-    tenants = str(file.path) if has_tenants else ""
-    cluster = Cluster(replace(CONFIG, model=model, tenants=tenants, host="0.0.0.0"))
+    folder = written(file.path.parent / "certificates")
+    config = replace(CONFIG, model=model, tenants=str(file.path) if has_tenants else "", host="0.0.0.0")
+    if has_tls:
+        shown = {"public_tls_cert": str(folder / "router.pem"), "public_tls_key": str(folder / "router.key")}
+        config = replace(config, **shown)  # type: ignore[arg-type]
+    cluster = Cluster(config)
     await cluster.router.start()
     (line,) = [each for each in caplog.records if expected in each.message]
     assert line.levelname == "WARNING"
     assert cluster.router.address in line.message
+    assert ("in the clear" in line.message.lower()) is not has_tls
     await cluster.router.stop()
 
 
