@@ -2,8 +2,10 @@
 (404; over gRPC, UNIMPLEMENTED), and what callers with a key notice of 10,000 a minute.
 
 Router, workers without an engine, and those who send wrong keys are a process each; who has a key is this one. Wrong
-keys come over either front on many connections. Latencies are taken in
-turns without and with them, so that what else the machine does falls on both.
+keys come over either front on many connections. What is compared is taken in turns, so that what else the machine does
+falls on all; and calls of what is not there have the same key and message, which the runtime reads before it looks for
+a method. A server of gRPC that knows no keys, and whose one handler refuses at once, tells what of a refusal is the
+runtime's.
 """
 
 from __future__ import annotations
@@ -20,20 +22,28 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx2
+import psutil
+import uvloop
 
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2
 from benchmarks.figure import Figure, Findings
+from benchmarks.ports import free_ports
 from benchmarks.router_streams.measure import RouterProcess, cpu_s, router_process, until, workers_process
 from benchmarks.settings import setting
 from services.router.tenants.keys import key_of, new_key
+from services.rpc.options import server_options
 
 _LANES = 160
 """Connections of those who send wrong keys."""
-_SIZES = {"a key of the right form": 0, "a key of 7 KB": 7_000, "a key of 60 KB": 60_000, "a key of 1 MB": 1 << 20}
+_SIZES = {"a key of 7 KB": 7_000, "a key of 60 KB": 60_000, "a key of 1 MB": 1 << 20}
 _MOST_GRPC = 8_000
+_GENERATE, _NOTHING = "/baton.v1.InferenceService/Generate", "/baton.v1.NoService/Nothing"
+_MESSAGE = inference_pb2.GenerateRequest(text="x").SerializeToString()
+Send = Callable[[int, str, int], Awaitable[None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,27 +126,60 @@ def _sender(router: RouterProcess, per_s: float, what: str) -> Iterator[None]:
 
 
 def _costs(router: RouterProcess, repeats: int, settings: WrongKeySettings) -> Findings:
+    """Takes what is compared with what is not there in turns, then the longer keys."""
+    number, nothing_http = settings.wrong_keys_costed, functools.partial(_by_http, path="/nothing")
+    nothing_grpc = functools.partial(_by_grpc, method=_NOTHING)
+    with _bare_server() as bare:
+        ways: dict[str, tuple[RouterProcess, str, Send]] = {
+            "what is not there, gRPC": (router, "grpc", nothing_grpc),
+            "what is not there, HTTP": (router, "http", nothing_http),
+            "a key of the right form, gRPC": (router, "grpc", _by_grpc),
+            "a bare handler that refuses, gRPC": (bare, "grpc", _by_grpc),
+            "a key of the right form, HTTP": (router, "http", _by_http),
+        }
+        rounds = [{name: _cost(*way, new_key(), number) for name, way in ways.items()} for _ in range(repeats)]
     figures: Findings = []
-    nowhere = {
-        front: tuple(_cost(router, front, send, "", settings.wrong_keys_costed) for _ in range(repeats))
-        for front, send in (("gRPC", _nothing_by_grpc), ("HTTP", _nothing_by_http))
-    }
-    figures += [Figure(f"what is not there, {front}: router CPU", "ms", each) for front, each in nowhere.items()]
+    for name in ways:
+        figures.append(Figure(f"{name}: CPU", "ms", tuple(each[name] for each in rounds)))
+        nothing = f"what is not there, {name[-4:]}"
+        if name != nothing:
+            of = tuple(each[name] / each[nothing] for each in rounds)
+            figures.append(Figure("  of what is not there", "x", of, "" if name.startswith("a bare") else "<= 1"))
     for what, size in _SIZES.items():
         for front, send in (("gRPC", _by_grpc), ("HTTP", _by_http)):
-            number = settings.wrong_keys_costed if size < _MOST_GRPC else settings.wrong_keys_costed // 10
-            samples = tuple(_cost(router, front, send, "x" * size or new_key(), number) for _ in range(repeats))
-            figures.append(Figure(f"{what}, {front}: router CPU", "ms", samples))
-            if not size:
-                of = tuple(wrong / none for wrong, none in zip(samples, nowhere[front], strict=True))
-                figures.append(Figure("  of what is not there", "x", of, "<= 1"))
+            fewer = number if size < _MOST_GRPC else number // 10
+            samples = tuple(_cost(router, front.lower(), send, "x" * size, fewer) for _ in range(repeats))
+            figures.append(Figure(f"{what}, {front}: CPU", "ms", samples))
     return figures
 
 
-def _cost(
-    router: RouterProcess, front: str, send: Callable[[int, str, int], Awaitable[None]], key: str, number: int
-) -> float:
-    port = router.ports[front.lower()]
+@contextlib.contextmanager
+def _bare_server() -> Iterator[RouterProcess]:
+    """Runs a server of gRPC, with the router's options, that refuses every call of a method it knows."""
+    [port] = free_ports(1)
+    with subprocess.Popen([sys.executable, "-m", "benchmarks.wrong_keys", "refuse", str(port)]) as process:
+        time.sleep(2.0)
+        try:
+            yield RouterProcess(psutil.Process(process.pid), {"grpc": port})
+        finally:
+            process.kill()
+
+
+async def _refuse_for_ever(port: int) -> None:
+    async def refuse(requests: Any, context: Any) -> None:
+        context.set_code(grpc.StatusCode.UNAUTHENTICATED)
+
+    server = grpc.aio.server(options=server_options())
+    service, _, method = _GENERATE.removeprefix("/").partition("/")
+    handler = grpc.stream_stream_rpc_method_handler(refuse)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    await server.wait_for_termination()
+
+
+def _cost(router: RouterProcess, front: str, send: Send, key: str, number: int) -> float:
+    port = router.ports[front]
     asyncio.run(_in_lanes(functools.partial(send, port, key), _LANES))
     began_s, used_s = time.monotonic(), cpu_s(router)
     asyncio.run(_in_lanes(functools.partial(send, port, key), number))
@@ -152,29 +195,15 @@ async def _in_lanes(send: Callable[[int], Awaitable[None]], number: int) -> None
     await asyncio.gather(*(send(max(1, number // _LANES)) for _ in range(min(_LANES, number))))
 
 
-async def _by_grpc(port: int, key: str, number: int) -> None:
+async def _by_grpc(port: int, key: str, number: int, *, method: str = _GENERATE) -> None:
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = channel.unary_unary(method)
         for _ in range(number):
-            await stub.Generate(
-                inference_pb2.GenerateRequest(text="x"), metadata=(("authorization", f"Bearer {key}"),)
-            ).code()
+            await call(_MESSAGE, metadata=(("authorization", f"Bearer {key}"),)).code()
 
 
-async def _nothing_by_grpc(port: int, _: str, number: int) -> None:
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        call = channel.unary_unary("/baton.v1.NoService/Nothing")
-        for _number in range(number):
-            await call(b"").code()
-
-
-async def _nothing_by_http(port: int, key: str, number: int) -> None:
-    await _by_http(port, key, number, path="/nothing")
-
-
-async def _by_http(port: int, key: str, number: int, path: str = "/v1/completions") -> None:
+async def _by_http(port: int, key: str, number: int, *, path: str = "/v1/completions") -> None:
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 2\r\n"
     request = f"{head}authorization: Bearer {key}\r\n\r\n{{}}".encode()
     reader = writer = None
@@ -199,22 +228,23 @@ async def _send_for_ever(grpc_port: int, http_port: int, per_s: float, what: str
     tasks: set[asyncio.Task[None]] = set()
     began_s, key = time.monotonic(), new_key()
     channels = [grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") for _ in range(4)]
-    method = "/baton.v1.InferenceService/Generate" if what else "/baton.v1.NoService/Nothing"
+    method = _GENERATE if what else _NOTHING
     path = "/v1/completions" if what else "/nothing"
     calls = [channel.unary_unary(method) for channel in channels]
-    message = inference_pb2.GenerateRequest(text="x").SerializeToString()
 
     async def by_grpc(number: int) -> None:
-        await calls[number % len(calls)](message, metadata=(("authorization", f"Bearer {key}"),)).code()
+        await calls[number % len(calls)](_MESSAGE, metadata=(("authorization", f"Bearer {key}"),)).code()
 
     for number in range(10**9):
         due_s = began_s + number / per_s
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        work = by_grpc(number) if number % 2 else _by_http(http_port, key, 1, path)
+        work = by_grpc(number) if number % 2 else _by_http(http_port, key, 1, path=path)
         task = asyncio.get_running_loop().create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "refuse":
+        uvloop.run(_refuse_for_ever(int(sys.argv[2])))
     asyncio.run(_send_for_ever(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]))

@@ -64,7 +64,8 @@ def main(argv: Sequence[str], prog: str) -> int:
 def make_certificates(
     hosts: Iterable[str] = (), valid_for: datetime.timedelta = datetime.timedelta(days=_DAYS)
 ) -> dict[str, bytes]:
-    """Returns PEM files by name: a new CA, and a certificate and key for each role.
+    """Returns PEM files by name: a certificate and key for each role, and at the end their new CA, so that where files
+    are written in this order a folder with a CA has all of them.
 
     Servers' certificates name the `hosts`, beside loopback; those of operators and clients cannot be a server's, so
     that none of them can pass for a router. Raises ConfigError if a host is no name or address.
@@ -72,7 +73,7 @@ def make_certificates(
     names = [_name_of(host) for host in (*_HOSTS, *hosts)]
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca = _certificate("Baton try-out CA", ca_key, None, valid_for, []).sign(ca_key, hashes.SHA256())
-    files = {"ca.pem": _pem(ca), "ca.key": _key_pem(ca_key)}
+    files = {"ca.key": _key_pem(ca_key)}
     for role in (*_SERVERS, *_CLIENTS):
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity(role))]
@@ -80,7 +81,7 @@ def make_certificates(
             alternatives += [x509.DNSName(server_name(role)), *names]
         certificate = _certificate(f"baton {role}", key, ca, valid_for, alternatives).sign(ca_key, hashes.SHA256())
         files |= {f"{role}.pem": _pem(certificate), f"{role}.key": _key_pem(key)}
-    return files
+    return files | {"ca.pem": _pem(ca)}
 
 
 def _certificate(

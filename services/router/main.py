@@ -85,6 +85,8 @@ _FETCH_TEXT_S = 30.0
 
 async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
     """Runs a router until it is told to stop."""
+    if config.tenants:  # a signal that comes before they are read asks for nothing more
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     configure_logging("baton-router", "router", level=config.log_level, form=config.log_format)
     separate_large_blocks()
     tracer = configure_tracing("baton-router", "router", config.trace_file or None)
@@ -92,9 +94,9 @@ async def serve(config: RouterConfig, lifecycle: Lifecycle) -> None:
     try:
         router = Router(config, tracer, config.token())
         try:
-            await router.start()
-            if not router.gate.is_open:  # else the signal ends the process, as it does any other
+            if config.tenants:  # else the signal ends the process, as it does any other
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.gate.reload_soon)
+            await router.start()
             collect_rarely()
             lifecycle.report_ready(
                 port=router.port,

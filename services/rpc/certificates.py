@@ -231,7 +231,7 @@ class Certificates:
             authorities = None
             if ca:
                 authorities = _read(ca, self._flags.ca)
-                _certificates_in(authorities, f"{self._flags.ca}: {printable(ca)}")
+                _require_authorities(authorities, f"{self._flags.ca}: {printable(ca)}")
             return _Loaded(
                 own=own,
                 authorities=authorities,
@@ -247,7 +247,7 @@ class Certificates:
     def _read_own(self, cert: str, key: str) -> _Own:
         chain, secret = _read(cert, self._flags.cert), _read(key, self._flags.key, is_secret=True)
         cert_origin, key_origin = f"{self._flags.cert}: {printable(cert)}", f"{self._flags.key}: {printable(key)}"
-        leaf = _certificates_in(chain, cert_origin)[0]
+        leaf = _leaf_of(chain, cert_origin)
         try:
             private = load_pem_private_key(secret, password=None)
         except TypeError:
@@ -323,11 +323,23 @@ def _give(context: ssl.SSLContext, own: _Own) -> None:
         os.close(fd)
 
 
-def _certificates_in(data: bytes, origin: str) -> list[x509.Certificate]:
+def _leaf_of(chain: bytes, origin: str) -> x509.Certificate:
     try:
-        return x509.load_pem_x509_certificates(data)
+        return x509.load_pem_x509_certificates(chain)[0]
     except Exception as error:  # it raises errors of several kinds
-        raise ConfigError(f"{origin}: there is no certificate in PEM in it") from error
+        raise _no_certificate(origin) from error
+
+
+def _require_authorities(data: bytes, origin: str) -> None:
+    """Raises ConfigError unless TLS itself takes the CAs: among those of a machine are some that `x509` warns of."""
+    try:
+        _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), data)
+    except (ssl.SSLError, ValueError) as error:
+        raise _no_certificate(origin) from error
+
+
+def _no_certificate(origin: str) -> ConfigError:
+    return ConfigError(f"{origin}: there is no certificate in PEM in it")
 
 
 def _read(file: str, flag: str, *, is_secret: bool = False) -> bytes:

@@ -14,6 +14,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
+from services.cli import certs
 from services.cli.certs import make_certificates
 from services.core.errors import ConfigError
 from services.rpc.authentication import identity, server_name
@@ -131,6 +133,16 @@ def test_a_key_on_a_read_only_mount_is_taken_as_it_is(folder: Path) -> None:
         assert certificates(folder, "router").serial
 
 
+def test_a_ca_with_a_negative_serial_number_is_trusted_without_a_word(folder: Path) -> None:
+    """Machines trust some that have one, and `--tls-ca system` names them all. Warnings fail tests."""
+    file = folder / "ca.pem"
+    ca = x509.load_pem_x509_certificate(file.read_bytes())
+    serial = ca.serial_number.to_bytes(20)
+    der = ca.public_bytes(Encoding.DER).replace(serial, bytes([serial[0] | 0x80]) + serial[1:])
+    file.write_text(ssl.DER_cert_to_PEM_cert(der))
+    assert Certificates(ca=str(file)).peer_context().cert_store_stats()["x509_ca"] == 1
+
+
 def test_a_process_of_a_cluster_has_all_three_or_none(folder: Path) -> None:
     files = [str(folder / name) for name in ("worker.pem", "worker.key", "ca.pem")]
     assert cluster_certificates("", "", "") is None
@@ -161,6 +173,29 @@ def test_roles_stand_in_them_and_only_servers_can_be_servers() -> None:
         assert hosts == ([server_name(role), *here] if is_server else [])
         uses = extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         assert (x509.oid.ExtendedKeyUsageOID.SERVER_AUTH in uses) is is_server
+
+
+def test_the_ca_comes_last_so_that_a_folder_with_one_is_whole(tmp_path: Path) -> None:
+    """docker-compose.tls.yml goes by it."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    folder = tmp_path / "tls"
+    for num_written in range(1, len(make_certificates())):
+        with mock.patch.object(os, "open", side_effect=_opening(num_written, full)), pytest.raises(ConfigError):
+            certs.main(["dev", str(folder)], "baton certs")
+        assert not (folder / "ca.pem").exists()
+        shutil.rmtree(folder)
+
+
+def _opening(number: int, then: OSError) -> Callable[..., int]:
+    """Returns what opens that many files, and then raises."""
+    opened, left = os.open, iter(range(number))
+
+    def open_(*args: Any) -> int:
+        if next(left, None) is None:
+            raise then
+        return opened(*args)
+
+    return open_
 
 
 def test_it_is_warned_of_once_a_day_when_it_expires_soon(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -242,3 +277,23 @@ async def test_both_ends_show_certificates_of_the_ca(folder: Path, tmp_path: Pat
     async with _serving(certificates(folder, "client").server_context()) as port:
         with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
             await _serial_at(port, worker.peer_context())
+
+
+async def test_no_session_goes_on_where_certificates_are_asked_for(folder: Path) -> None:
+    """It would not be checked by the CAs of then: TLS 1.2 can resume one by itself, and 1.3 by a ticket."""
+    old = certificates(folder, "worker").peer_context()
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+    public = Certificates(str(folder / "router.pem"), str(folder / "router.key"))
+    async with _serving(public.server_context()) as port:
+        assert await _serial_at(port, old) == public.serial
+    async with _serving(certificates(folder, "router").server_context()) as port:
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await _serial_at(port, old)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=certificates(folder, "worker").peer_context()
+        )
+        writer.write(b"hello")
+        await reader.readexactly(5)
+        session = writer.get_extra_info("ssl_object").session
+        assert session is None or not session.has_ticket
+        writer.close()

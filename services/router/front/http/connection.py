@@ -253,7 +253,11 @@ class Requests:
         """Whether the answer to the last has begun, so that it cannot be told."""
         self._head = bytearray()
         """What has come of a head that is not whole, with what came just before it."""
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
+
+    def end(self) -> None:
+        """Lets go of the parser, which refers to these requests: nothing more is parsed."""
+        self._parser = None
 
     @property
     def first(self) -> Request | None:
@@ -424,6 +428,10 @@ class BoundedConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.close(self)
         self._uvicorn.connection_lost(exc)
+        # What refers to one another stays until Python looks for circles, which it does rarely (core/garbage.py).
+        self.requests.end()
+        self._uvicorn.app_state = {}
+        self._uvicorn.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         self.requests.parse(data)
@@ -535,6 +543,8 @@ class Bounds:
             if request.error is None or request.is_started:
                 raise
             await self._around(scope, receive, noted)  # which refuses it this time
+        finally:
+            scope["state"].clear()  # it has what refers to the scope
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: BoundedConnection = scope["state"][_KEY]

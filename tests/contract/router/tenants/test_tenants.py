@@ -4,6 +4,8 @@ tenants do not meet."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,13 @@ import pytest
 from google.rpc import error_details_pb2
 
 from baton.v1 import inference_pb2, types_pb2
+from services.core.lifecycle import Lifecycle
+from services.router import main
+from services.router.main import Router
+from services.router.tenants.gate import Gate
 from services.rpc.names import Attr, Span
 from services.rpc.status import status_of_call
+from tests.support.certificates import written
 from tests.support.cluster import CONFIG, Cluster, code_of, read, request
 from tests.support.patience import HANG_S
 from tests.support.scripted_worker import MODEL_ID, OUTPUT, TEXT, TOKENIZER
@@ -318,14 +325,48 @@ async def test_prompts_of_a_tenant_that_says_so_are_not_logged(
     await cluster.stop()
 
 
-@pytest.mark.parametrize(("has_tenants", "expected"), [(False, "ANYONE WHO REACHES"), (True, "IN THE CLEAR")])
+@pytest.mark.parametrize(
+    ("has_tenants", "has_tls", "expected"),
+    [(False, False, "ANYONE WHO REACHES"), (False, True, "ANYONE WHO REACHES"), (True, False, "IN THE CLEAR")],
+)
 async def test_a_router_that_others_reach_says_so(
-    model: str, file: TenantsFile, caplog: pytest.LogCaptureFixture, has_tenants: bool, expected: str
+    model: str, file: TenantsFile, caplog: pytest.LogCaptureFixture, has_tenants: bool, has_tls: bool, expected: str
 ) -> None:
-    tenants = str(file.path) if has_tenants else ""
-    cluster = Cluster(replace(CONFIG, model=model, tenants=tenants, host="0.0.0.0"))
+    folder = written(file.path.parent / "certificates")
+    config = replace(CONFIG, model=model, tenants=str(file.path) if has_tenants else "", host="0.0.0.0")
+    if has_tls:
+        shown = {"public_tls_cert": str(folder / "router.pem"), "public_tls_key": str(folder / "router.key")}
+        config = replace(config, **shown)  # type: ignore[arg-type]
+    cluster = Cluster(config)
     await cluster.router.start()
     (line,) = [each for each in caplog.records if expected in each.message]
     assert line.levelname == "WARNING"
     assert cluster.router.address in line.message
+    assert ("in the clear" in line.message.lower()) is not has_tls
     await cluster.router.stop()
+
+
+async def test_a_hangup_has_the_file_read_and_ends_no_router_that_starts(
+    model: str, file: TenantsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has replaced the file does not know how far the router is."""
+    asked, disposition = asyncio.Event(), signal.getsignal(signal.SIGHUP)
+    monkeypatch.setattr(Gate, "reload_soon", lambda gate: asked.set())
+
+    class Signalled(Router):
+        def __init__(self, *args: Any) -> None:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            super().__init__(*args)
+
+        async def serve_until(self, stopping: asyncio.Event) -> None:
+            assert callable(signal.getsignal(signal.SIGHUP)), "else the next line would end the tests"
+            os.kill(os.getpid(), signal.SIGHUP)
+            async with asyncio.timeout(HANG_S):
+                await asked.wait()
+
+    monkeypatch.setattr(main, "Router", Signalled)
+    try:
+        await main.serve(replace(CONFIG, model=model, tenants=str(file.path)), Lifecycle(drain_s=0.0))
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, disposition)
