@@ -48,9 +48,13 @@ from services.rpc.certificates import Certificates
 
 log = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 4 << 20
-"""The most bytes of blocks that one message announces, and one request asks for. A destination acknowledges it whole,
-so a fetch needs a share of the network that moves this, or more, within the time for a stall (5 s)."""
+LEAST_BYTES, MOST_BYTES = 4 << 20, 16 << 20
+"""Between these are the bytes of blocks that one message announces, and one request asks for: each message takes both
+ends a millisecond of processor time, whatever its size. A destination acknowledges it whole, so a fetch needs a share
+of the network that moves this, or more, within the time for a stall (5 s)."""
+_SHARE = 4
+"""A message announces one part in this many of what is left, so that a destination's connections, of which there are at
+most as many, end together (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
 MAX_CONNECTIONS = 256
 """The most connections of destinations that have been let in, by token or certificate. Further ones are refused."""
 MAX_STRANGERS = 32
@@ -132,7 +136,8 @@ class TcpAnnouncer:
         self._checksums = checksums
         self._announced: list[int] = []
         """The blocks announced, from the fetch's first."""
-        self._per_message = max(1, MESSAGE_BYTES // memory.block_bytes)
+        self._fewest = max(1, LEAST_BYTES // memory.block_bytes)
+        self._most = max(1, MOST_BYTES // memory.block_bytes)
 
     @property
     def over(self) -> bool:
@@ -140,7 +145,7 @@ class TcpAnnouncer:
         return not self._ticket.releasable
 
     def room(self, first_block: int, num_blocks: int) -> int:
-        return min(num_blocks, self._per_message)
+        return min(num_blocks, self._most, max(self._fewest, num_blocks // _SHARE))
 
     async def announce(self, first_block: int, pool_blocks: Sequence[int]) -> kvtransfer_pb2.FetchBlocks:
         self._announced += pool_blocks
@@ -151,7 +156,7 @@ class TcpAnnouncer:
     def blocks(self, first_block: int, num_blocks: int) -> list[int] | None:
         """Returns the pool's blocks of a part of what was announced; None if it was not, or the fetch is over."""
         start = first_block - self._ticket.first_block
-        if self.over or start < 0 or not 0 < num_blocks <= min(self._per_message, len(self._announced) - start):
+        if self.over or start < 0 or not 0 < num_blocks <= min(self._most, len(self._announced) - start):
             return None
         return self._announced[start : start + num_blocks]
 

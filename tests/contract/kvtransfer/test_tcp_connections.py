@@ -53,7 +53,7 @@ class TestConnections:
             await until(lambda: not destination.sockets.num_idle)
 
     async def test_copies_are_under_way_on_each_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tcp_source, "MESSAGE_BYTES", LAYOUT.block_bytes)
+        monkeypatch.setattr(tcp_source, "MOST_BYTES", LAYOUT.block_bytes)
         source, destination = Source(), Destination(checksums=True)
         destination.memory.gate = gate = Gate()
         async with running(source, destination):
@@ -68,7 +68,7 @@ class TestConnections:
             assert destination.holds(order.targets) == source.expected(lease)
 
     async def test_copies_end_although_there_are_fewer_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tcp_source, "MESSAGE_BYTES", LAYOUT.block_bytes)
+        monkeypatch.setattr(tcp_source, "MOST_BYTES", LAYOUT.block_bytes)
         source, destination = Source(), Destination()
         destination.sockets.threads.shutdown()
         destination.sockets.threads = ThreadPoolExecutor(1, thread_name_prefix="kv-tcp")
