@@ -58,6 +58,9 @@ help:
 	@sed -n '2,14s/^#   //p' $(MAKEFILE_LIST)
 	@echo "also: faults bench model protos format lint types contracts clean"
 
+# Tests and benchmarks try instruction sets that are plainer than this processor's best, which all else takes.
+test test-all bench: export BATON_KERNELS ?= processor
+
 # A checkout may come to another processor: the kernels for this one are asked for each time, and mostly there.
 install: $(INSTALLED)
 	@$(PATIENTLY) $(BIN)/python -m services.engine.native.build --fetch-compiler || true

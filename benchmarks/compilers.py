@@ -38,11 +38,11 @@ def measure(compilers: list[str], model: Path, repeats: int, limits: dict[str, s
         ways += [f"{way}+gguf" for way in ways]
     times: dict[tuple[str, str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        copies = [_copy(Path(folder, str(number)), compiler) for number, compiler in enumerate(compilers)]
+        copies = [_copy(Path(folder, str(number)), compiler, limits) for number, compiler in enumerate(compilers)]
         for _ in range(repeats):
             for compiler, environment in zip(compilers, copies, strict=True):
                 for way in ways:
-                    found = _timings(environment | limits, model, way)
+                    found = _timings(environment, model, way)
                     for work, time in zip(_WORKS, found, strict=True):
                         times.setdefault((way, work, compiler), []).append(time)
     figures = []
@@ -54,11 +54,11 @@ def measure(compilers: list[str], model: Path, repeats: int, limits: dict[str, s
     return figures
 
 
-def _copy(folder: Path, compiler: str) -> dict[str, str]:
-    """Copies the code and builds its kernels with the compiler. Returns the environment that uses the copy."""
+def _copy(folder: Path, compiler: str, limits: dict[str, str]) -> dict[str, str]:
+    """Copies the code and builds its kernels with the compiler. Returns the environment that uses the copy, limited."""
     for name in ("services", "gen", "benchmarks"):
         shutil.copytree(_ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder / name) for name in ("", "gen"))}
+    environment = {**os.environ, **limits, "PYTHONPATH": os.pathsep.join(str(folder / name) for name in ("", "gen"))}
     build = [sys.executable, "-m", "services.engine.native.build"]
     subprocess.run(build, env=environment | {"CC": compiler}, cwd=folder, check=True)
     return environment

@@ -44,6 +44,12 @@ pytestmark = [
 ]
 NUM_CLIENTS, MAX_TOKENS = 6, 48
 COMMANDS = [["docker", "compose"], ["docker-compose"]]
+OTHERS: dict[str, tuple[tuple[Path, ...], dict[str, str]]] = {
+    "network": ((), {"COMPOSE_PROFILES": "network"}),
+    "tls": ((TLS_FILE,), {"CPU_TRANSPORT": "tcp"}),
+}
+"""Files and settings of stacks that one command runs: workers that share nothing but a network; TLS everywhere and two
+tenants, with KV over sockets, which then need TLS."""
 
 
 @pytest.fixture(scope="module")
@@ -53,43 +59,23 @@ def image() -> Iterator[str]:
     docker("rmi", IMAGE, ROUTER_IMAGE)
 
 
-@contextlib.contextmanager
-def started(stack: Stack) -> Iterator[None]:
-    """Starts the stack's containers, waits until they are healthy, and leaves nothing of them."""
+@pytest.fixture(scope="module", params=map(" ".join, COMMANDS))
+def stack(request: pytest.FixtureRequest, image: str) -> Iterator[Stack]:
+    """Yields a stack whose containers are healthy, and leaves nothing of them. The parameter is a compose command or a
+    key of `OTHERS`. One fixture has them all, so that one stack has ended before the next starts in its place."""
+    files, settings = OTHERS.get(request.param, ((), {}))
+    commands = COMMANDS if request.param in OTHERS else [request.param.split()]
+    command = next((each for each in commands if has_compose(each)), None)
+    if command is None:
+        pytest.skip(f"{request.param} is not on this machine")
+    stack = Stack(command, *files, **settings)
     try:
         stack.compose("up", "--detach")
         stack.await_healthy(3)
-        yield
+        yield stack
     finally:
         stack.compose("down", "--volumes", "--timeout", "1")
     assert stack.remains() == []
-
-
-@pytest.fixture(scope="module", params=COMMANDS, ids=" ".join)
-def stack(request: pytest.FixtureRequest, image: str) -> Iterator[Stack]:
-    if not has_compose(request.param):
-        pytest.skip(f"{' '.join(request.param)} is not on this machine")
-    stack = Stack(request.param)
-    with started(stack):
-        yield stack
-
-
-@pytest.fixture(scope="module")
-def tls_stack(image: str) -> Iterator[Stack]:
-    """Has TLS everywhere and two tenants. KV goes over sockets, not by shared memory, so that it needs TLS."""
-    command = next(each for each in COMMANDS if has_compose(each))
-    stack = Stack(command, TLS_FILE, CPU_TRANSPORT="tcp")
-    with started(stack):
-        yield stack
-
-
-@pytest.fixture(scope="module")
-def network_stack(image: str) -> Iterator[Stack]:
-    """Has workers that share nothing but a network."""
-    command = next(each for each in COMMANDS if has_compose(each))
-    stack = Stack(command, COMPOSE_PROFILES="network")
-    with started(stack):
-        yield stack
 
 
 @pytest.mark.parametrize("name", [IMAGE, ROUTER_IMAGE])
@@ -151,24 +137,26 @@ async def test_replicas_come_and_requests_survive_their_end(stack: Stack) -> Non
     assert load.num_done > before >= NUM_CLIENTS
 
 
+@pytest.mark.parametrize("stack", ["network"], indirect=True)
 def test_between_containers_that_share_no_memory_kv_goes_by_tcp_and_the_log_says_so(
-    network_stack: Stack, tmp_path: Path
+    stack: Stack, tmp_path: Path
 ) -> None:
-    flags = ["--target", network_stack.target, "--raw", "--prompt", "The sea is", "--max-tokens", "8", "--json"]
+    flags = ["--target", stack.target, "--raw", "--prompt", "The sea is", "--max-tokens", "8", "--json"]
     process = baton(["generate", *flags], tmp_path)
     assert process.returncode == 0, process.stderr
     answer = json.loads(process.stdout)
     assert answer["usage"]["output_tokens"] == 8
     assert answer["timings"]["transport"].lower().endswith("tcp")
-    log = network_stack.logs("decode-net")
+    log = stack.logs("decode-net")
     assert re.search(r"kv transfer from \S+ takes another transport: shared memory at @baton-", log)
     assert re.search(r"kv transfer from \S+: a probe says tcp [\d.]+ GB/s, shm 0.00 GB/s; the first is taken", log)
 
 
-async def test_two_tenants_are_served_inside_tls(tls_stack: Stack) -> None:
-    authority = tls_stack.read("/run/credentials/ca.pem").encode()
-    keys = {name: tls_stack.read(f"/run/credentials/{name}.api-key").strip() for name in ("one", "two")}
-    async with grpc.aio.secure_channel(tls_stack.target, grpc.ssl_channel_credentials(authority)) as channel:
+@pytest.mark.parametrize("stack", ["tls"], indirect=True)
+async def test_two_tenants_are_served_inside_tls(stack: Stack) -> None:
+    authority = stack.read("/run/credentials/ca.pem").encode()
+    keys = {name: stack.read(f"/run/credentials/{name}.api-key").strip() for name in ("one", "two")}
+    async with grpc.aio.secure_channel(stack.target, grpc.ssl_channel_credentials(authority)) as channel:
         for key in keys.values():
             answer = await _answer(channel, key)
             assert answer.completion.usage.output_tokens == 8
@@ -176,27 +164,29 @@ async def test_two_tenants_are_served_inside_tls(tls_stack: Stack) -> None:
             assert answer.completion.workers.decode.startswith("decode-")
             assert answer.completion.timings.transport == types_pb2.TRANSPORT_TCP
         assert await _refusal(channel, "bk_aaaaaaaaaaaa_" + "a" * 43) is grpc.StatusCode.UNAUTHENTICATED
-    async with dial(tls_stack.target) as channel:
+    async with dial(stack.target) as channel:
         assert await _refusal(channel, keys["one"]) is grpc.StatusCode.UNAVAILABLE, "in the clear"
-    assert re.search(r"pulls by tcp only, offers tcp \(\S+, TLS\)", tls_stack.logs("decode"))
+    assert re.search(r"pulls by tcp only, offers tcp \(\S+, TLS\)", stack.logs("decode"))
 
 
-def test_http_from_the_host_inside_tls(tls_stack: Stack) -> None:
-    context = ssl.create_default_context(cadata=tls_stack.read("/run/credentials/ca.pem"))
-    request = urllib.request.Request(f"https://127.0.0.1:{tls_stack.http_port}/v1/models")
-    request.add_header("authorization", f"Bearer {tls_stack.read('/run/credentials/two.api-key').strip()}")
+@pytest.mark.parametrize("stack", ["tls"], indirect=True)
+def test_http_from_the_host_inside_tls(stack: Stack) -> None:
+    context = ssl.create_default_context(cadata=stack.read("/run/credentials/ca.pem"))
+    request = urllib.request.Request(f"https://127.0.0.1:{stack.http_port}/v1/models")
+    request.add_header("authorization", f"Bearer {stack.read('/run/credentials/two.api-key').strip()}")
     with urllib.request.urlopen(request, timeout=30, context=context) as answer:
         assert [model["id"] for model in json.load(answer)["data"]] == ["smollm2-135m-instruct"]
 
 
-async def test_the_control_port_asks_for_an_operators_certificate(tls_stack: Stack, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stack", ["tls"], indirect=True)
+async def test_the_control_port_asks_for_an_operators_certificate(stack: Stack, tmp_path: Path) -> None:
     for name in ("operator.pem", "operator.key", "client.pem", "client.key", "ca.pem"):
         path = tmp_path / name
         path.touch(mode=0o600)
-        path.write_text(tls_stack.read(f"/run/credentials/{name}"))
+        path.write_text(stack.read(f"/run/credentials/{name}"))
     for role, expected in (("operator", grpc.StatusCode.OK), ("client", grpc.StatusCode.UNAUTHENTICATED)):
         shown = certificates(tmp_path, role)
-        async with dial(tls_stack.control_address(), None, shown, role=ROUTER) as channel:
+        async with dial(stack.control_address(), None, shown, role=ROUTER) as channel:
             call = control_pb2_grpc.ControlServiceStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=30.0)
             assert await call.code() is expected, role
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.engine.native.instruction_sets import SOURCES_SYMBOL, WITHOUT_KERNELS, sources_digest, usable
+from services.engine.native.instruction_sets import SOURCES_SYMBOL, sources_digest, usable, without_kernels
 from services.engine.native.layer_arguments import Layers, Product, Seconds, product
 from services.kv.layout import SCALE_BYTES
 
@@ -313,5 +313,5 @@ def kernels() -> Kernels | None:
         else:
             logger.info("CPU kernels for %s", each.name)
             return found
-    logger.warning("the CPU kernels %s: %s", "cannot be loaded" if built else "were not built", WITHOUT_KERNELS)
+    logger.warning("the CPU kernels %s: %s", "cannot be loaded" if built else "were not built", without_kernels())
     return None

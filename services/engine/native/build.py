@@ -1,6 +1,7 @@
-"""Compiles the C files beside it once for each instruction set and type of elements.
+"""Compiles the C files beside it for an instruction set, once for each type of elements.
 
-Run as `python -m services.engine.native.build [--fetch-compiler]`. It builds for the instruction sets that this
+Run as `python -m services.engine.native.build [--fetch-compiler]`. It builds for the one instruction set that a process
+with this environment would take; with `BATON_KERNELS=processor`, as tests and benchmarks need it, for all that this
 processor has; with `BATON_KERNELS=all`, as images and releases need it, for all of the architecture. The compiler is
 `$CC`, or gcc, cc or clang, or that of the Python package ziglang. Where none of them works, `--fetch-compiler` has pip
 fetch that package into a folder that is deleted after the build. What was built is also kept in Baton's cache, so that
@@ -29,15 +30,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.core.errors import ConfigError
 from services.core.home import baton_home
 from services.core.own_files import FOR_ALL, write_whole
 from services.engine.native.instruction_sets import (
     SOURCES_SYMBOL,
-    WITHOUT_KERNELS,
     InstructionSet,
     instruction_sets,
     sources_digest,
     usable,
+    without_kernels,
 )
 
 _WHICH = "BATON_KERNELS"
@@ -122,6 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(installed.is_broken) if compiler is None else _build_all(compiler)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 @dataclass(frozen=True)
@@ -181,13 +186,13 @@ def _compiler(installed: Installed, *, fetch: bool) -> Iterator[Compiler | None]
             if _pip_install(_ZIG, folder):
                 yield _zig({"PYTHONPATH": folder, **caches})
             else:
-                print(f"there is none to be had, so no CPU kernels: {WITHOUT_KERNELS}")
+                print(f"there is none to be had, so no CPU kernels: {without_kernels()}")
                 yield None
     elif installed.is_broken:
-        print(f"{installed.problem}; Baton runs without its CPU kernels: {WITHOUT_KERNELS}", file=sys.stderr)
+        print(f"{installed.problem}; Baton runs without its CPU kernels: {without_kernels()}", file=sys.stderr)
         yield None
     else:
-        print(f"{installed.problem}, so no CPU kernels: {WITHOUT_KERNELS}")
+        print(f"{installed.problem}, so no CPU kernels: {without_kernels()}")
         yield None
 
 
@@ -207,7 +212,10 @@ def _zig(environment: dict[str, str]) -> Compiler:
 
 
 def _wanted() -> tuple[InstructionSet, ...]:
-    return instruction_sets() if os.environ.get(_WHICH) == "all" else usable(environment={})
+    which = os.environ.get(_WHICH)
+    if which == "all":
+        return instruction_sets()
+    return usable({}) if which == "processor" else usable()[:1]
 
 
 def _copy_kept(compiler: Compiler) -> bool:
@@ -227,13 +235,15 @@ def copy_library(library: Path, to: Path) -> bool:
 
 
 def _build_all(compiler: Compiler) -> int:
-    wanted, sources = _wanted(), sources_digest()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        errors = dict(zip(wanted, pool.map(lambda each: _build(compiler, each, sources), wanted), strict=True))
-    for each, error in errors.items():
-        if error:
+    sources, built = sources_digest(), list[str]()
+    # An old compiler may not know the best: then the next best is as much as can be had.
+    for each in dict.fromkeys((*_wanted(), *usable())):
+        if built and each not in _wanted():
+            break
+        if error := _build(compiler, each, sources):
             print(f"no CPU kernels for {each.name}: {error}", file=sys.stderr)
-    built = [each.name for each, error in errors.items() if not error]
+        else:
+            built.append(each.name)
     if not built:
         print("Baton runs without its CPU kernels", file=sys.stderr)
         return 1
@@ -252,15 +262,14 @@ def _build(compiler: Compiler, wanted: InstructionSet, sources: str) -> str:
         parts = (*_PARTS, (str(origin), ()))
         objects = {Path(folder, f"{number}.o"): part for number, part in enumerate(parts)}
         library = Path(folder, wanted.shared_object.name)
-        for arguments in (
-            *(
-                [*_COMPILE, *flags, *wanted.compiler_flags, "-c", str(_FOLDER / source), "-o", str(compiled)]
-                for compiled, (source, flags) in objects.items()
-            ),
-            ["-shared", *map(str, objects), "-o", str(library)],
-        ):
-            if error := compiler.run(arguments):
-                return error
+        compilations = [
+            [*_COMPILE, *flags, *wanted.compiler_flags, "-c", str(_FOLDER / source), "-o", str(compiled)]
+            for compiled, (source, flags) in objects.items()
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            error = next(filter(None, pool.map(compiler.run, compilations)), "")
+        if error or (error := compiler.run(["-shared", *map(str, objects), "-o", str(library)])):
+            return error
         copy_library(library, kept)  # not to have it there costs time, no more
         os.replace(library, wanted.shared_object)
     return ""

@@ -1,7 +1,7 @@
 """Names the instruction sets for which the kernels are compiled, and chooses the one that this process uses.
 
-Owns: the list, from the best to the plainest, with each one's compiler flags and what a processor needs for it. One
-library is built for each, wherever they are built, so an image that was built on one processor runs well on another.
+Owns: the list, from the best to the plainest, with each one's compiler flags and what a processor needs for it. Each
+has a library of its own; images and wheels hold all of them, so that they run well on any processor.
 Never: compiles (`build`) or loads (`bindings`).
 
 A process can be limited to a plainer one, to try on one machine what another would do: by the variable `BATON_CPU_ISA`,
@@ -22,12 +22,6 @@ from services.core.errors import ConfigError
 VARIABLE = "BATON_CPU_ISA"
 SOURCES_SYMBOL = "baton_sources"
 """The name under which a library has the `sources_digest` of what it was compiled from."""
-WITHOUT_KERNELS = (
-    "everything works, but steps on the CPU are slower, most of all in bfloat16, and --quantization gains nothing; "
-    "to have them, run python -m services.engine.native.build --fetch-compiler, or install gcc and run it without, and "
-    "start the workers again"
-)
-"""What it means that no kernels were built or can be loaded, for whoever meets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +98,17 @@ def usable(
             first = max(first, names.index(limit))
     present = cpu_flags(cpuinfo)
     return tuple(each for each in known[first:] if each.needs <= present)
+
+
+def without_kernels() -> str:
+    """Returns what it means that no kernels were built or can be loaded, for whoever meets it."""
+    best = usable()[0]
+    limit = "" if best == usable({})[0] else f"{VARIABLE}={best.name} "
+    return (
+        "everything works, but steps on the CPU are slower, most of all in bfloat16, and --quantization gains nothing; "
+        f"to have them, run {limit}python -m services.engine.native.build --fetch-compiler, or install gcc and run it "
+        "without, and start the workers again"
+    )
 
 
 def has_amx(environment: Mapping[str, str] = os.environ, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -20,7 +20,7 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if wanted not in usable:
         pytest.skip(f"this processor has no {wanted.name}, or may not use it")
     if not wanted.shared_object.exists():
-        pytest.skip("the kernels were not built here")
+        pytest.skip(f"not built here: BATON_CPU_ISA={wanted.name} python -m services.engine.native.build")
     bindings.kernels.cache_clear()
     try:
         found = bindings.kernels()

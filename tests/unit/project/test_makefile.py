@@ -83,6 +83,17 @@ def test_an_environment_of_a_new_python_is_used(tree: Path) -> None:
     assert (tree / ".venv/.installed").exists()
 
 
+@pytest.mark.parametrize(("target", "which"), [("install", ""), ("test", "processor"), ("bench", "processor")])
+def test_kernels_for_plainer_processors_are_built_for_tests_and_benchmarks(tree: Path, target: str, which: str) -> None:
+    """Whoever tries it out waits for those that are used."""
+    script(tree / ".venv/bin/python", '#!/bin/sh\necho "$BATON_KERNELS: $*"\n')
+    script(tree / ".venv/bin/pip", NEW)
+    result = install(tree, script(tree / "new", NEW), target)
+    assert result.returncode == 0, result.stderr
+    (build,) = (line for line in result.stdout.splitlines() if "native.build" in line)
+    assert build.startswith(f"{which}: scripts/patiently.py .venv/bin/python -m services.engine.native.build")
+
+
 def test_vllm_is_installed_in_an_environment_of_its_own(tree: Path) -> None:
     made = script(tree / "out/vllm-venv/bin/python", NEW)
     script(tree / "out/vllm-venv/bin/pip", NEW)

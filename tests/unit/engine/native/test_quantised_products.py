@@ -107,6 +107,8 @@ def test_tiny_inputs_have_tiny_products(native: Kernels, size: float) -> None:
 
 def test_instruction_sets_agree() -> None:
     built = [each for each in usable() if each.shared_object.exists()]
+    if len(built) < 2:
+        pytest.skip("built for fewer than two here: BATON_KERNELS=processor python -m services.engine.native.build")
     inputs = torch.randn(9, 576)
     for name, weights in forms(576, 40).items():
         packed = pack(weights)
