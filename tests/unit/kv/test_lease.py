@@ -371,6 +371,14 @@ class TestStallClock:
             source.table.announce(ticket, 3, float(opened))
         assert source.table.next_deadline() == STALL_S
 
+    def test_nor_does_a_block_that_the_leg_had_before(self, source: Source) -> None:
+        source.seal(0.0)
+        for opened in range(3):
+            ticket = source.table.open_fetch(LEASE, 1, 0, float(opened))
+            source.table.announce(ticket, 3, float(opened))
+            source.table.ack(ticket, 1, opened + 0.5)
+        assert source.table.next_deadline() == 0.5 + STALL_S
+
 
 def test_blocks_must_match_tokens(source: Source) -> None:
     with pytest.raises(AssertionError):
