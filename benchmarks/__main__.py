@@ -21,6 +21,8 @@ plan        a plan against the cluster it names; not part of a run without --onl
 tiers       conversations that left the pool, with each tier below it; not part of a run without --only
 fair_shares a tenant's first tokens beside another's flood; not part of a run without --only
 wrong_keys  what calls without a valid key cost the router, and those who have one; not part of a run without --only
+slow_link   handoffs over a link as slow as the prompt, and the second token on one host; not part of a run without
+            --only
 dtype       what --dtype auto is a rule for, on lesser CPUs too; not part of a run without --only
 
 Beside other engines: `python -m benchmarks.peers`. Pictures of results: `python -m benchmarks.plots`.
@@ -64,6 +66,7 @@ NAMES = (
     "tiers",
     "wrong_keys",
     "fair_shares",
+    "slow_link",
 )
 
 
@@ -131,6 +134,7 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result
         overload,
         parking,
         simulated,
+        slow_link,
         split,
         tracing,
         transfer,
@@ -173,6 +177,8 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result
         result.add(lent.measure(name, precision, repeats, read(LentSettings, arguments)))
     if "fair_shares" in chosen:
         result.add(fair_shares.measure(name, precision, repeats))
+    if "slow_link" in chosen:
+        result.add(slow_link.measure(name, precision, repeats))
     if "parking" in chosen:
         result.add(parking.measure(name, precision, repeats))
     if "dtype" in chosen:

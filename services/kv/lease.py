@@ -103,6 +103,9 @@ class FetchTicket:
     announced: int = field(init=False)
     """All blocks before this index were announced to the destination."""
     ended: FetchEnd | None = None
+    sending: set[Hashable] = field(default_factory=set)
+    """The connections on which blocks are being sent, each with a bound of its own for a destination that does not
+    read. Threads add and discard."""
 
     def __post_init__(self) -> None:
         self.copied = self.announced = self.first_block

@@ -295,6 +295,8 @@ class LeaseTable:
             if lease.expired(now):
                 self._leave(lease, LeaseState.EXPIRED, FetchEnd.EXPIRED, now)
                 expired.append(lease)
+            elif lease.stall.over(now) and lease.fetch is not None and lease.fetch.sending:
+                lease.stall.reset(now)  # a slow network takes longer for what is acknowledged at once
             elif lease.stall.over(now):
                 lease.stalled = True
                 lease.end_fetch(FetchEnd.STALLED)

@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 
 LEAST_BYTES, MOST_BYTES = 4 << 20, 16 << 20
 """Between these are the bytes of blocks that one message announces, and one request asks for: each message takes both
-ends a millisecond of processor time, whatever its size. A destination acknowledges it whole, so a fetch needs a share
-of the network that moves this, or more, within the time for a stall (5 s)."""
+ends a millisecond of processor time, whatever its size. A destination acknowledges it whole; as long as bytes
+leave, the fetch does not stall."""
 _SHARE = 4
 """A message announces one part in this many of what is left, so that a destination's connections, of which there are at
 most as many, end together (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
@@ -163,7 +163,11 @@ class TcpAnnouncer:
     def send(self, connection: Connection, pool_blocks: Sequence[int]) -> None:
         """Sends an answer with the blocks' bytes."""
         num_bytes = len(pool_blocks) * self._memory.block_bytes
-        connection.send([ANSWER.pack(num_bytes, GRANTED), *self._memory.read_blocks(pool_blocks)])
+        self._ticket.sending.add(connection)
+        try:
+            connection.send([ANSWER.pack(num_bytes, GRANTED), *self._memory.read_blocks(pool_blocks)])
+        finally:
+            self._ticket.sending.discard(connection)
 
 
 class _Server:

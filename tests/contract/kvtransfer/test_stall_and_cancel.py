@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 
 import pytest
 
+from baton.v1 import types_pb2
 from services.core.daemon_threads import DaemonThreads
 from services.core.errors import CorruptBlock, LeaseInvalid, TransferFailed
 from services.kv.imports import ImportState
-from services.kv.lease import LeaseState
+from services.kv.lease import FetchEnd, LeaseState
 from services.kvtransfer.client import lease_may_live
 from services.kvtransfer.servicer import KVTransferServicer
-from tests.support.kv_harness import NIXL, Destination, Source, running, until
+from services.kvtransfer.transports.tcp import ANSWER, GRANTED, REQUEST
+from tests.support.kv_harness import LAYOUT, NIXL, Destination, Source, opening, raw_stub, running, until
 from tests.support.kv_memory import Gate
+from tests.support.tcp_peer import connected
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", NIXL, "grpc"])
 
@@ -66,6 +70,31 @@ class TestStall:
             else:
                 assert (await fetch).ready
                 assert stuck.holds(order.targets) == source.expected(lease)
+
+
+class TestSlowNetwork:
+    @pytest.mark.usefixtures("plain_or_tls")
+    async def test_a_block_that_is_on_its_way_is_no_stall(self) -> None:
+        """However long it takes: the connection has a bound of its own for one who does not read."""
+        source = Source(layout=dataclasses.replace(LAYOUT, head_dim=8 << 14))
+        async with running(source), raw_stub(source) as stub, connected(source) as peer:
+            await peer.introduce()
+            lease = source.lease(16, sealed=True)
+            call = stub.Fetch()
+            await call.write(opening(source, lease.lease_id, transport=types_pb2.TRANSPORT_TCP))
+            await until(lambda: lease.fetch is not None and lease.fetch.announced == 1)
+            peer.socket.sendall(REQUEST.pack(lease.lease_id, 1, 0, 1))
+            assert ANSWER.unpack(await peer.read(ANSWER.size)) == (source.layout.block_bytes, GRANTED)
+            for _ in range(3):
+                source.pass_time(5.0)
+                assert lease.fetch is not None, "more is left than the kernels keep, so it is still being sent"
+            assert await peer.read(source.layout.block_bytes) == source.expected(lease)[0]
+            ticket = lease.fetch
+            await until(lambda: not ticket.sending)
+            source.pass_time(5.0)
+            assert ticket.ended is FetchEnd.STALLED, "it is not acknowledged"
+            call.cancel()
+            source.table.abort(lease.lease_id, source.clock.now())
 
 
 class Holding(KVTransferServicer):

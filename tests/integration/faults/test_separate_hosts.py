@@ -13,11 +13,12 @@ import pytest
 import pytest_asyncio
 
 from baton.v1 import types_pb2
+from benchmarks.hosts import CannotSeparate
 from tests.integration.faults.conftest import ALL
 from tests.support.equality import GreedyReference
 from tests.support.models import tiny_model
 from tests.support.phases import Phase, handing_over, reach, strike, taking_over
-from tests.support.separate_hosts import CannotSeparate, SeparateCluster, separate_cluster
+from tests.support.separate_hosts import SeparateCluster, separate_cluster
 from tests.support.streams import Streams, mixed_jobs, streams
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]

@@ -343,6 +343,19 @@ class TestStallClock:
         assert not source.table.release(LEASE, 1, STALL_S).valid
         assert source.table.release(LEASE, 2, STALL_S).valid
 
+    def test_what_is_being_sent_has_not_stalled(self, source: Source) -> None:
+        """The connection has a bound of its own. Afterwards the acknowledgement has its time."""
+        ticket = source.table.open_fetch(LEASE, 1, 0, 0.0)
+        source.seal(0.0)
+        source.table.announce(ticket, 3, 0.0)
+        ticket.sending.add("a connection")
+        source.table.expire(STALL_S)
+        assert ticket.ended is None
+        assert source.table.next_deadline() == 2 * STALL_S
+        ticket.sending.clear()
+        source.table.expire(2 * STALL_S)
+        assert ticket.ended is FetchEnd.STALLED
+
     def test_a_leg_that_stalled_may_release_what_it_has_after_all(self, source: Source) -> None:
         ticket = source.table.open_fetch(LEASE, 1, 0, 0.0)
         source.seal(0.0)
@@ -357,6 +370,14 @@ class TestStallClock:
             ticket = source.table.open_fetch(LEASE, 1, 0, float(opened))
             source.table.announce(ticket, 3, float(opened))
         assert source.table.next_deadline() == STALL_S
+
+    def test_nor_does_a_block_that_the_leg_had_before(self, source: Source) -> None:
+        source.seal(0.0)
+        for opened in range(3):
+            ticket = source.table.open_fetch(LEASE, 1, 0, float(opened))
+            source.table.announce(ticket, 3, float(opened))
+            source.table.ack(ticket, 1, opened + 0.5)
+        assert source.table.next_deadline() == 0.5 + STALL_S
 
 
 def test_blocks_must_match_tokens(source: Source) -> None:
