@@ -12,7 +12,7 @@ from baton.v1 import types_pb2
 from services.core.daemon_threads import DaemonThreads
 from services.core.errors import CorruptBlock, LeaseInvalid, TransferFailed
 from services.kv.imports import ImportState
-from services.kv.lease import FetchEnd, LeaseState
+from services.kv.lease import FetchEnd, Lease, LeaseState
 from services.kvtransfer.client import lease_may_live
 from services.kvtransfer.servicer import KVTransferServicer
 from services.kvtransfer.transports.tcp import ANSWER, GRANTED, REQUEST
@@ -21,6 +21,11 @@ from tests.support.kv_memory import Gate
 from tests.support.tcp_peer import connected
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", NIXL, "grpc"])
+
+
+def is_sending(lease: Lease) -> bool:
+    """Returns whether a thread of the source is still about to end its sending: what has come is no proof of that."""
+    return lease.fetch is not None and bool(lease.fetch.sending)
 
 
 class TestStall:
@@ -34,6 +39,7 @@ class TestStall:
             fetch = stuck.start(order)
             source.publish(lease, 16)
             await gate.entered()
+            await until(lambda: not is_sending(lease))
             source.pass_time(5.0)
             await until(lambda: source.board.num_followers == 0)
             gate.open()
@@ -57,6 +63,7 @@ class TestStall:
             fetch = stuck.start(order := stuck.order(source, lease, leg=1, transport=transport))
             await gate.entered()
             await until(lambda: not any(task.get_name() == "kv-fetch-reader" for task in asyncio.all_tasks()))
+            await until(lambda: not is_sending(lease))
             source.pass_time(5.0)  # after SEALED was read
             await until(lambda: source.board.num_followers == 0)
             assert lease.state is LeaseState.SEALED
