@@ -1,7 +1,7 @@
 """Keeps the live requests, their legs and phases. No other code opens or ends requests' legs, or ends
 requests; canaries have legs of their own (`canaries.py`). Pure.
 
-Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions, the counts of requests by phase
+Owns: requests, leg numbers, the queue, the worker table, the list of actions, the counts of requests by phase
 and of handoffs in flight, what tenants are charged and hold, the alarms of deadlines and of silent legs, and that a
 defect met on behalf of one request ends that one only (`isolated`). Never: decides where something runs
 (`placement.py`) or what an event means (`handoff.py`).

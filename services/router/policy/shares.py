@@ -21,7 +21,7 @@ PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 CREDIT = 32768.0
 """How much less than others, in cost, a tenant may have been served when it begins to wait."""
 RECENT_S = 60.0
-"""For so long after its last request a tenant counts in the others' shares, and its counter is remembered."""
+"""Seconds after its last request for which a tenant counts in the others' shares, and its counter is remembered."""
 HEADROOM = 0.25
 """The part of a worker's memory and batch that whoever has more than its share leaves to others, or less if these have
 less by their weights."""
@@ -47,14 +47,14 @@ class Share:
     idle_since_s: float = 0.0
 
     def charge_prompt(self, num_tokens: int) -> None:
-        """Charges so many tokens of a prompt; fewer than 0 are given back, since a cache had them."""
+        """Charges tokens of a prompt; fewer than 0 are given back, since a cache had them."""
         self.served += PROMPT_COST * num_tokens / self.weight
 
     def charge_output(self, num_tokens: int) -> None:
         self.served += OUTPUT_COST * num_tokens / self.weight
 
     def start_after(self, num_tokens: int) -> float:
-        """Returns what the counter would be after prompts of so many tokens."""
+        """Returns what the counter would be after prompts of `num_tokens`, all together."""
         return self.served + PROMPT_COST * num_tokens / self.weight
 
     def begins_to_wait(self) -> None:
