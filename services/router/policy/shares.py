@@ -57,9 +57,14 @@ class Share:
         """Returns what the counter would be after prompts of `num_tokens`, all together."""
         return self.served + PROMPT_COST * num_tokens / self.weight
 
+    @property
+    def lifted(self) -> float:
+        """Returns what the counter would be if the first of its requests began to wait now."""
+        return max(self.served, self.group.newest_start - CREDIT / self.weight)
+
     def begins_to_wait(self) -> None:
         """Lifts the counter. To be called when the first of its requests begins to wait."""
-        self.served = max(self.served, self.group.newest_start - CREDIT / self.weight)
+        self.served = self.lifted
 
     def begins(self) -> None:
         """Notes that its next request begins. To be called before that is charged."""
@@ -133,6 +138,8 @@ class Shares:
                 break
             del self._idle[tenant]
             self.weight -= _millionths(self._shares.pop(tenant).weight)
+        if not self._shares:
+            self.newest_start = 0.0
 
     def check(self) -> None:
         """Raises AssertionError if a sum is not what is found anew. For tests and the simulator."""
