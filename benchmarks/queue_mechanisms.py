@@ -91,9 +91,9 @@ def _kept_off_for_ever() -> Without:
 def _nobody_is_too_old_to_lose() -> Without:
     victims = admission._victims
 
-    def all_victims(book: Book, arrival: Any, crowd: Any, lines: Any, total: int, expected: int) -> list[Request]:
-        found = victims(book, arrival, crowd, lines, total, expected)
-        queued = [each for line in lines for each in line if not each.output and not each.is_part and each not in found]
+    def all_victims(book: Book, arrival: Any, crowd: Any, line: Any, total: int, expected: int) -> list[Request]:
+        found = victims(book, arrival, crowd, line, total, expected)
+        queued = [each for each in line if not each.output and not each.is_part and each not in found]
         spared = [each for each in queued if crowd is not None or each.spec.priority < arrival.priority]
         return found + spared
 

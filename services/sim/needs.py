@@ -115,7 +115,7 @@ def _sizes(points: Points, most: int) -> set[int]:
 
 
 def _shortest(trace: Sequence[TracedRequest], percent: int, length: str) -> Sequence[TracedRequest]:
-    """Returns the least work that so many of a hundred requests can be: those of the smallest `length`."""
+    """Returns the least work that `percent` of the requests can be: those of the smallest `length`."""
     return sorted(trace, key=attrgetter(length))[: max(0, percent) * len(trace) // 100]
 
 

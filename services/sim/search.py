@@ -223,8 +223,8 @@ class _Search:
         )
 
     def _least(self, role: str, others: int) -> int:
-        """Returns the fewest workers of a role with which the bounds of its phase are kept beside so many of the other,
-        by halving; what the work needs at least if the goal has no such bounds."""
+        """Returns the fewest workers of a role with which the bounds of its phase are kept beside `others` of the other
+        role, by halving; what the work needs at least if the goal has no such bounds."""
         fewest = self._fewest
         low, high = (fewest.prefill if role == "prefill" else fewest.decode), self._most
         part = self._goal.of(_OF_PREFILL if role == "prefill" else _OF_DECODE)

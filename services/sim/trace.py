@@ -96,8 +96,9 @@ def synthetic_trace(num_requests: int, seed: int | str = 0) -> list[TracedReques
 
 
 def trace_of_tenants(rates: Mapping[str, float], num_requests: int, seed: int = 0) -> list[TracedRequest]:
-    """Returns the made-up workloads of several tenants: each that of `synthetic_trace`, its arrivals so many times as
-    often, for as long as `num_requests` take at one a second. A tenant's requests do not depend on the others."""
+    """Returns the made-up workloads of several tenants: each that of `synthetic_trace`, at the tenant's rate, in
+    requests a second, for as long as `num_requests` take at one a second. A tenant's requests do not depend on the
+    others."""
     requests: list[TracedRequest] = []
     for tenant, rate in rates.items():
         of_one = synthetic_trace(math.ceil(num_requests * rate), f"{seed} {tenant}")

@@ -19,14 +19,15 @@ lose, is the first to lose one, whatever the priorities: a flood is refused, and
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.core.errors import BatonError, DeadlineExceeded, NoWorker, Overloaded
 from services.router.coordinator.book import Book, Outlook
 from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.coordinator.placement import can_be_served, why_unserved
-from services.router.coordinator.queue import TenantLine, could_serve, line_order, order_of
+from services.router.coordinator.queue import could_serve, order_of
 from services.router.coordinator.request import Phase, Request
 from services.router.policy import Ahead, Costs, Work
 
@@ -96,15 +97,13 @@ def _places_for(
 ) -> tuple[_Crowd | None, list[Request]]:
     """Returns the tenant that is to lose a place to the arrival, and what `_victims` says of it: the first of those
     with more places than the arrival's own, that has any to lose; None if it is that one itself."""
-    lines: defaultdict[str, list[TenantLine]] = defaultdict(list)
-    for line in book.queue.lines():
-        lines[line.share.tenant].append(line)
+    lines = {line.share.tenant: line for line in book.queue.lines()}
     has_room = len(book.queue) < book.config.max_queue
     for crowd in _crowds(book, arrival):
-        victims = _victims(book, arrival, crowd, lines[crowd.tenant], total_tokens, expected_tokens)
+        victims = _victims(book, arrival, crowd, lines.get(crowd.tenant, ()), total_tokens, expected_tokens)
         if victims or (crowd.num_expected and has_room):
             return crowd, victims
-    return None, _victims(book, arrival, None, lines[arrival.tenant], total_tokens, expected_tokens)
+    return None, _victims(book, arrival, None, lines.get(arrival.tenant, ()), total_tokens, expected_tokens)
 
 
 def _crowds(book: Book, arrival: RequestSpec | ExpectedRequest) -> list[_Crowd]:
@@ -127,20 +126,18 @@ def _victims(
     book: Book,
     arrival: RequestSpec | ExpectedRequest,
     crowd: _Crowd | None,
-    lines: list[TenantLine],
+    line: Iterable[Request],
     total_tokens: int,
     expected_tokens: int,
 ) -> list[Request]:
-    """Returns the queued requests whose places a request may take, the best one last. `lines` are those of `crowd`, or
+    """Returns the queued requests whose places a request may take, the best one last. `line` is that of `crowd`, or
     else of the arrival's own tenant.
 
     They have no output. Those that no ready worker could hold must not keep out what others could serve. Of the rest
     the one that has waited longest keeps its place, unless it is the queue's only one.
     """
     longest, priority = book.workers.cluster.everyone.longest_sequence, arrival.priority
-    queued = [request for line in lines for request in line if not request.output and not request.is_part]
-    if len(lines) > 1:
-        queued.sort(key=line_order)
+    queued = [request for request in line if not request.output and not request.is_part]
     if crowd is not None:
         oldest = min(queued, key=_age, default=None)
         return [request for request in queued if request is not oldest]
@@ -292,7 +289,7 @@ def _check_deadline(
     work = _work(book, spec.tenant, num_tokens, spec.min_tokens, max_tokens)
     order = order_of(spec.priority, int(work.output_tokens), sys.maxsize)
     everyone = book.workers.cluster.everyone
-    for other in book.queue.before(spec.tenant, spec.model, order, book.shares.get(spec.model)):
+    for other in book.queue.before(spec, order, book.shares):
         if could_serve(everyone, other):  # else it delays nobody
             line.add(other)
     error = _deadline_error(book, _costs(book), spec, work, line.ahead(), now, before_s=before_s)

@@ -1,7 +1,7 @@
 """Keeps the live requests, their legs and phases. No other code opens or ends requests' legs, or ends
 requests; canaries have legs of their own (`canaries.py`). Pure.
 
-Owns: requests, leg numbers, the two wait lists, the worker table, the list of actions, the counts of requests by phase
+Owns: requests, leg numbers, the queue, the worker table, the list of actions, the counts of requests by phase
 and of handoffs in flight, what tenants are charged and hold, the alarms of deadlines and of silent legs, and that a
 defect met on behalf of one request ends that one only (`isolated`). Never: decides where something runs
 (`placement.py`) or what an event means (`handoff.py`).
@@ -13,7 +13,7 @@ the parked iff PARKED, and each current leg is listed with its worker.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -138,8 +138,7 @@ class Book:
         self.deadlines: Alarms[str] = Alarms(self.requests)
         self.queue = Queue(config, self.workers)
         self.loading = LoadingWorkers(self.workers.awake)
-        self.shares: defaultdict[str, Shares] = defaultdict(Shares)
-        """By model."""
+        self.shares = Shares()
         self.actions: list[Action] = []
         self.legs: dict[int, Request] = {}
         """Current legs, and the last released prefill leg of each request, by leg number."""
@@ -167,7 +166,7 @@ class Book:
             spec,
             max_tokens,
             number,
-            self.shares[spec.model].enter(spec.tenant, spec.weight, now),
+            self.shares.enter(spec.tenant, spec.weight, now),
             arrived_s=now,
             answers=[PartialAnswer(index) for index in range(num_answers)],
             phase_since_s=now,
@@ -498,7 +497,7 @@ class Book:
                 request.spec,
                 request.max_tokens,
                 request.number + answer.index,
-                self.shares[request.spec.model].enter(request.spec.tenant, request.share.weight, now),
+                self.shares.enter(request.spec.tenant, request.share.weight, now),
                 is_charged=request.is_charged,
                 arrived_s=request.arrived_s,
                 phase_since_s=now,
@@ -697,7 +696,7 @@ class Book:
 
     def expect(self, expected: ExpectedRequest, now: float) -> Share:
         """Counts a request whose prompt is being tokenised."""
-        share = self.shares[expected.model].enter(expected.tenant, expected.weight, now)
+        share = self.shares.enter(expected.tenant, expected.weight, now)
         share.num_expected += 1
         self._expecting[share] = None
         return share
@@ -714,13 +713,6 @@ class Book:
         if request.num_held:
             request.num_held += num_tokens
             request.share.hold(num_tokens)
-
-    def forget_idle(self, now: float) -> None:
-        """Forgets the shares of tenants that have had no request for some time."""
-        for model, shares in list(self.shares.items()):
-            shares.forget_idle(now)
-            if not len(shares):
-                del self.shares[model]
 
     def _hold(self, request: Request) -> None:
         """Counts what a request holds that begins. Its prompt is charged once, however often it is computed."""

@@ -336,7 +336,7 @@ class Coordinator:
         parts: tuple[Callable[[], None], ...] = (
             lambda: book.loading.tick(now),
             lambda: book.workers.forget(now - self.config.forget_worker_s),
-            lambda: book.forget_idle(now),
+            lambda: book.shares.forget_idle(now),
             lambda: book.workers.tick(now),
             lambda: self._canaries.run(now),
             lambda: silent_legs.expire_legs(book, now),

@@ -267,7 +267,6 @@ class ExpectedRequest:
     min_tokens: int = 0
     tenant: str = ""
     weight: float = 1.0
-    model: str = ""
 
 
 @record

@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from services.router.coordinator.config import CoordinatorConfig
+from services.router.coordinator.events import ExpectedRequest, RequestSpec
 from services.router.coordinator.request import Phase, Request
 from services.router.coordinator.workers import Worker, WorkerTable
 from services.router.policy import Share, Shares, WorkerSubset
@@ -96,7 +97,7 @@ def _order(entry: tuple[Order, Request]) -> Order:
 
 
 class TenantLine(WaitList):
-    """Keeps what waits of one tenant for one model, and whose turn it is of those that have waited long."""
+    """Keeps what waits of one tenant, and whose turn it is of those that have waited long."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(line_order)
@@ -130,7 +131,7 @@ class TenantLine(WaitList):
 
 
 class Queue:
-    """Keeps requests without a worker, in a line for each tenant and model, and the parked handoffs; its length is the
+    """Keeps requests without a worker, in a line for each tenant, and the parked handoffs; its length is the
     number of the former. A pass over all that waits is `begin_pass`, `handoffs`, `starts`, in that order."""
 
     def __init__(self, config: CoordinatorConfig, workers: WorkerTable) -> None:
@@ -142,8 +143,8 @@ class Queue:
         self.for_handoffs: dict[str, Request] = {}
         """The workers that aged handoffs have claimed in this pass, or were offered to and have not answered yet."""
         self._config, self._workers = config, workers
-        self._lines: dict[str, dict[Share, TenantLine]] = {}
-        """By model. None is empty."""
+        self._lines: dict[Share, TenantLine] = {}
+        """None is empty."""
         self._number = 0
         self._claimed: frozenset[str] = frozenset()
         """Those of `claims` that were made in this pass."""
@@ -161,76 +162,68 @@ class Queue:
         return iter([request for line in self.lines() for request in line])
 
     def lines(self) -> list[TenantLine]:
-        return [line for lines in self._lines.values() for line in lines.values()]
+        return list(self._lines.values())
 
     def add(self, request: Request) -> bool:
-        """Returns whether it is the only one of its tenant that waits for its model."""
-        lines = self._lines.setdefault(request.spec.model, {})
-        is_first = request.share not in lines
-        lines.setdefault(request.share, TenantLine(request.share)).add(request)
+        """Returns whether it is the only one of its tenant that waits."""
+        is_first = request.share not in self._lines
+        self._lines.setdefault(request.share, TenantLine(request.share)).add(request)
         self._number += 1
         return is_first
 
     def remove(self, request: Request) -> None:
-        line = self._lines[request.spec.model][request.share]
+        line = self._lines[request.share]
         line.remove(request)
         self._removed(request, line)
 
     def discard(self, request: Request) -> None:
         """Removes the request if it is here, wherever that is."""
         self.parked.discard(request)
-        line = self._lines.get(request.spec.model, {}).get(request.share)
+        line = self._lines.get(request.share)
         if line is not None and line.discard(request):
             self._removed(request, line)
 
     def _removed(self, request: Request, line: TenantLine) -> None:
         self._number -= 1
         if not len(line):
-            lines = self._lines[request.spec.model]
-            del lines[request.share]
-            if not lines:
-                del self._lines[request.spec.model]
+            del self._lines[request.share]
 
-    def before(self, tenant: str, model: str, order: Order, shares: Shares | None) -> list[Request]:
-        """Returns the requests that would begin before one that came now, of this tenant and of `order` among that
-        tenant's. `shares` are the model's; None if nobody has used it."""
-        found, num_tokens, share = list[Request](), 0, None if shares is None else shares.get(tenant)
-        for line in self.lines():
-            if line.share.tenant == tenant:
-                before = line.up_to(order)
-                found += before
-                if line.share is share:
-                    num_tokens += sum(len(request.spec.token_ids) for request in before)
-        if shares is None:
-            return found
-        lines = self._lines.get(model, {})
-        start = (share or Share(tenant, 1.0, shares)).start_after(num_tokens)
-        if share not in lines:
-            start = max(start, shares.newest_start)
-        for line in lines.values():
-            if line.share.tenant != tenant:
-                found += line.starting_by(start)
-        return found
+    def before(self, spec: RequestSpec | ExpectedRequest, order: Order, shares: Shares) -> list[Request]:
+        """Returns the requests that would begin before one that came now, of `order` among its tenant's."""
+        share = shares.get(spec.tenant) or Share(spec.tenant, spec.weight, shares)
+        mine = self._lines.get(share)
+        before = [] if mine is None else mine.up_to(order)
+        num_tokens = sum(len(request.spec.token_ids) for request in before)
+        start = share.lifted if mine is None else share.start_after(num_tokens)
+        return before + [each for line in self.lines() if line is not mine for each in line.starting_by(start)]
 
     # Who is next
 
     def in_order(self, each: Callable[[TenantLine], Walk] = iter) -> Walk:
-        """Yields the queue, the next to be served first; of each line what `each` yields of it. Models, which share no
-        worker, take turns.
+        """Yields the queue, the next to be served first: each time one of whoever was served least for its weight, and
+        of each line what `each` yields of it.
 
         What is yielded may be started before the next is asked for. One that is not counts as if it had been served, so
         that other tenants' are looked at too.
         """
-        if len(self._lines) == 1 and len(lines := next(iter(self._lines.values()))) == 1:
-            yield from each(next(iter(lines.values())))  # nobody else is there
+        if len(self._lines) == 1:
+            yield from each(self.lines()[0])  # nobody else is there
             return
-        rounds = [_in_shares(list(lines.values()), each) for lines in self._lines.values()]
-        while rounds:
-            for one in list(rounds):
-                if (request := next(one, None)) is not None:
-                    yield request
-                else:
-                    rounds.remove(one)
+        heap = [(line.share.served, number, line) for number, line in enumerate(self.lines())]
+        heapq.heapify(heap)
+        walks: dict[TenantLine, Walk] = {}
+        num_passed: Counter[TenantLine] = Counter()
+        """Tokens of each line's prompts that were yielded and not started."""
+        while heap:
+            _, number, line = heap[0]
+            walk = walks.get(line) or walks.setdefault(line, each(line))
+            if (request := next(walk, None)) is None:
+                heapq.heappop(heap)
+                continue
+            yield request
+            if request.phase is Phase.QUEUED:
+                num_passed[line] += len(request.spec.token_ids)
+            heapq.heapreplace(heap, (line.share.start_after(num_passed[line]), number, line))
 
     def has_waited_long(self, request: Request, now: float) -> bool:
         return now - request.waiting_since_s >= self._config.aging_s
@@ -381,22 +374,3 @@ def _is_asked(worker_id: str, request: Request) -> bool:
     """Returns whether the worker is asked to take the request, and has not answered."""
     is_there = request.decode is not None and request.decode.worker.worker_id == worker_id
     return is_there and request.phase is Phase.BINDING
-
-
-def _in_shares(lines: list[TenantLine], each: Callable[[TenantLine], Walk]) -> Walk:
-    """Yields the requests of several tenants, each time one of whoever was served least for its weight."""
-    heap = [(line.share.served, number, line) for number, line in enumerate(lines)]
-    heapq.heapify(heap)
-    walks: dict[TenantLine, Walk] = {}
-    num_passed: Counter[TenantLine] = Counter()
-    """Tokens of each line's prompts that were yielded and not started."""
-    while heap:
-        _, number, line = heap[0]
-        walk = walks.get(line) or walks.setdefault(line, each(line))
-        if (request := next(walk, None)) is None:
-            heapq.heappop(heap)
-            continue
-        yield request
-        if request.phase is Phase.QUEUED:
-            num_passed[line] += len(request.spec.token_ids)
-        heapq.heapreplace(heap, (line.share.start_after(num_passed[line]), number, line))

@@ -345,7 +345,6 @@ class Intake:
                 min_tokens=_fewest_tokens(stopping),
                 tenant=tenant.name,
                 weight=tenant.weight,
-                model=model.model_id,
             ),
             now,
         )

@@ -34,7 +34,7 @@ from services.router.policy.filter import (
     park_shortage,
     sift,
 )
-from services.router.policy.forecast import Ahead, Costs, Forecast, Work
+from services.router.policy.forecast import Ahead, Costs, Work
 from services.router.policy.handoff_room import beside_handoffs
 from services.router.policy.handoff_time import HandoffTime
 from services.router.policy.known_cache import (
@@ -51,7 +51,7 @@ from services.router.policy.known_cache import (
     prefix_break_even,
 )
 from services.router.policy.presets import PRESETS, preset
-from services.router.policy.selection import Chosen, Selection
+from services.router.policy.selection import Selection
 from services.router.policy.shares import Share, Shares
 from services.router.policy.splitting import (
     DEFAULT_SPLIT,
@@ -84,11 +84,9 @@ __all__ = [
     "BreakEven",
     "BringTime",
     "BringTimes",
-    "Chosen",
     "Cluster",
     "Costs",
     "Fingerprint",
-    "Forecast",
     "HandoffTime",
     "HandoffsInFlight",
     "Job",

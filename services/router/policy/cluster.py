@@ -27,7 +27,6 @@ from services.router.policy.filter import (
     can_take_over,
     decode_obstacle,
     decode_shortage,
-    import_blocks,
     kept_for_others,
     park_obstacle,
     preferred,
@@ -448,7 +447,8 @@ def _no_decode_room(job: Job, handoffs_in_flight: HandoffsInFlight) -> Callable[
         try:
             return found[key]
         except KeyError:
-            num_blocks, taken = import_blocks(job, worker), handoffs_in_flight.num_blocks(worker.block_size)
+            taken = handoffs_in_flight.num_blocks(worker.block_size)
+            num_blocks = min(worker.blocks_for(job.num_tokens) + job.num_answers, takers.size)
             has_room = takers.num_blocks - taken >= num_blocks + kept_for_others(job, takers.size, num_blocks)
             return found.setdefault(key, None if has_room else WhyNot.NO_DECODE_ROOM)
 

@@ -252,7 +252,7 @@ def kept_for_others(job: Job, room: int, needed: int) -> int:
 
 ISOLATIONS = ("off", "auto")
 _MOST_WORKERS = 65536
-"""For so many names of workers is kept when short prompts used them, before all are forgotten."""
+"""The most names of workers for which it is kept when short prompts used them, before all are forgotten."""
 _NOBODY: frozenset[str] = frozenset()
 
 
@@ -265,12 +265,13 @@ class LongPromptConfig:
     fewest: int = 32
     """With fewer prompts than these nothing is kept."""
     times_mean: float = 2.0
-    """A prompt is long that is longer than so many times the mean."""
+    """The longest prompt that is not long, as a multiple of the mean."""
     most_short: float = 0.5
-    """Only while the others are at most so large a share of the work is anything kept: else long prompts are too few,
-    or not so long, and all workers together serve everybody sooner."""
+    """The largest share of the work that the other prompts may be for anything to be kept: beyond it long prompts are
+    too few, or too short, and all workers together serve everybody sooner."""
     most_crowded: float = 1.1
-    """So many workers are kept that those left to long prompts have at most so many times the mean work for it."""
+    """The most work that a worker left to long prompts may have for it, as a multiple of the mean: it says how many
+    workers are kept."""
 
 
 class LongPrompts:
@@ -295,21 +296,21 @@ class LongPrompts:
         return self._config.isolation == "auto"
 
     def arrived(self, num_tokens: int) -> None:
-        """Notes a prompt of which so many tokens are in no prefix cache."""
+        """Notes a prompt; `num_tokens` of it are in no prefix cache."""
         if self.is_on:
             self._newest.append(num_tokens)
             self._found = None
 
     def started(self, worker_id: str, num_tokens: int, now: float) -> None:
-        """Notes where a prompt was placed, of which so many tokens are not in the prefix cache there."""
+        """Notes where a prompt was placed; `num_tokens` of it are not in the prefix cache there."""
         if self.is_on and not self.is_long(num_tokens):
             if len(self._used_s) >= _MOST_WORKERS:
                 self._used_s.clear()
             self._used_s[worker_id] = now
 
     def is_long(self, num_tokens: int) -> bool:
-        """Returns whether a prompt of so many tokens is kept off workers that have none of it in their prefix caches,
-        if there are enough workers."""
+        """Returns whether a prompt of `num_tokens` is kept off workers that have none of it in their prefix caches, if
+        there are enough workers."""
         longest, share = self._bounds()
         return share > 0 and num_tokens > longest
 
@@ -332,8 +333,8 @@ class LongPrompts:
         return not self.is_long(num_tokens) or self._is_free(worker, num_tokens, now)
 
     def _is_free(self, worker: WorkerView, num_tokens: int, now: float) -> bool:
-        """Returns whether a kept worker is idle, and short prompts have not needed it for as long as so many tokens
-        take there: those that come meanwhile wait for all of them. A worker that has measured nothing is not free."""
+        """Returns whether a kept worker is idle, and short prompts have not needed it for as long as `num_tokens` take
+        there: those that come meanwhile wait for all of them. A worker that has measured nothing is not free."""
         takes_s = num_tokens * worker.load.ms_per_prefill_token / 1000
         return worker.idle and takes_s > 0 and now - self._used_s.get(worker.worker_id, -math.inf) >= takes_s
 

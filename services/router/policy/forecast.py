@@ -145,7 +145,7 @@ class Costs:
 
 def _average(work: Work, ahead: Ahead) -> Work:
     """Returns what the requests ahead and this one are on average. A long one among many short ones waits for those:
-    taken as so many long ones they would seem to need several times the room and the steps."""
+    if each were taken as a long one they would seem to need several times the room and the steps."""
     number = ahead.num_sequences + 1
     prompt_tokens = (ahead.prompt_tokens + work.num_tokens) / number
     return Work(math.ceil(prompt_tokens), 0, (ahead.output_tokens + work.output_tokens) / number)

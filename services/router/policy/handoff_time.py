@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MIN_HANDOFFS = 20
-"""So many must have been seen before the average is trusted."""
+"""The fewest handoffs that must have been seen before the average is trusted."""
 MEMORY_S = 60.0
-"""An average or rate to which nothing was added for so long is not trusted before the next handoff: a pair that was
-slow is tried again now and then."""
+"""Seconds after which an average or rate to which nothing was added is not trusted before the next handoff: a pair that
+was slow is tried again now and then."""
 
 
 _LEAST_BYTES = 256 << 10
@@ -62,7 +62,7 @@ class HandoffTime:
     """When a prompt was last split because the average or the rate was not trusted any more."""
 
     def observe(self, ms: float, now: float) -> None:
-        """Adds a handoff that took so long after both its prompt was computed and its decode worker had admitted it."""
+        """Adds a handoff: `ms` passed after both its prompt was computed and its decode worker had admitted it."""
         self._num_seen = min(self._num_seen + 1, MIN_HANDOFFS)
         weight = 1 / self._num_seen
         if now - self._newest_s > MEMORY_S:
@@ -83,7 +83,7 @@ class HandoffTime:
         return self._average_ms if known else None
 
     def expected_ms(self, num_tokens: float, step_tokens: float, token_ms: float, now: float) -> float | None:
-        """Returns what the handoff of so many tokens is expected to take that nothing hides; None while nothing is
+        """Returns the milliseconds that nothing is expected to hide of a handoff of `num_tokens`; None while nothing is
         known.
 
         The source computes `step_tokens` at once, each in `token_ms`, and what it has computed is copied meanwhile. So

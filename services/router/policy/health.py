@@ -58,7 +58,7 @@ class HealthConfig:
     max_pause_s: float = 8.0
     slow_start_s: float = 10.0
     forgive_s: float = 30.0
-    """A SUSPECT that neither fails nor succeeds for so many seconds is UP again."""
+    """Seconds without a failure or success after which a SUSPECT is UP again."""
     probe_s: float = 0.25
     """Seconds between probes; doubles with each probe that decided nothing."""
     max_probe_s: float = 5.0

@@ -26,15 +26,15 @@ _MOST_BLOCKS = 1 << 17
 told or used last."""
 _MOST_CONVERSATIONS = 4096
 _EXPECTED_S = 10.0
-"""A prompt is expected to be in the cache of the worker that was given it for at least so long, and at most twice, so
-that prompts that begin alike and come together meet; for less, if the worker is given more blocks meanwhile than it can
-cache. After that, what the worker has told counts."""
+"""Seconds, at least, for which a prompt is expected to be in the cache of the worker that was given it, and at most
+twice that, so that prompts that begin alike and come together meet; fewer, if the worker is given more blocks meanwhile
+than it can cache. After that, what the worker has told counts."""
 
 
 _FINENESS = 64
-"""Into so many parts a prompt is divided where many workers are compared."""
+"""The parts into which a prompt is divided where many workers are compared."""
 _MOST_TIMES = 4
-"""So many times the blocks that a worker can cache are kept of prompts that share blocks."""
+"""The blocks that are kept of prompts that share blocks, as a multiple of what the worker can cache."""
 _MOST_ALIKE = 32
 """The most expected prompts with one beginning that are kept, the newest: whoever came before has been told of since,
 or waits behind them."""
@@ -305,7 +305,7 @@ def _extended(hashes: Sequence[ShortHash], known: int, prompts: Iterable[Sequenc
 
 
 MARGIN = 1.25
-"""A prefix is brought where it is expected to cost less than computing it even if it takes so many times as long."""
+"""A prefix is brought where it would cost less than computing it even if it took this many times what is expected."""
 MOST_AT_ONCE = 4
 """The most prefixes that one source is asked for at once: whoever has got it is a source for the next."""
 _FIXED_MS = 10.0
@@ -336,7 +336,7 @@ class BringTime:
             self._add(tokens, _FIXED_MS + tokens * token_bytes / bytes_per_ms)
 
     def observe(self, num_tokens: int, ms: float) -> None:
-        """Adds a bring of so many tokens that took so long."""
+        """Adds a bring that was made: its tokens, and the milliseconds that it took."""
         self.num_seen += 1
         self._add(float(num_tokens), ms)
 
@@ -349,7 +349,7 @@ class BringTime:
         return self._token_ms
 
     def ms(self, num_tokens: int) -> float:
-        """Returns what a bring of so many tokens is expected to take, in milliseconds."""
+        """Returns the milliseconds that a bring of `num_tokens` is expected to take."""
         return self._fixed_ms + num_tokens * self._token_ms
 
     def _add(self, x: float, y: float) -> None:

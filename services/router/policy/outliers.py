@@ -32,10 +32,10 @@ class OutlierConfig:
     interval_s: float = 1.0
     """How often workers are compared."""
     sustained_s: float = 5.0
-    """A worker is ejected after it has been slow for so long, in each comparison..."""
+    """Seconds for which a worker must be slow, in each comparison, before it is ejected."""
     fewest_steps: int = 20
-    """...and in so many steps, in which at least `fewest_peers` have made as many. One step that
-    took long is less than a doubling by then (`StepAverage`)."""
+    """Steps that it must have made meanwhile, as must at least `fewest_peers`. One step that took long is less than a
+    doubling by then (`StepAverage`)."""
     fewest_peers: int = 2
     """With one peer, nobody could say which of the two is at fault."""
     most_peers: int = 16
@@ -45,7 +45,7 @@ class OutlierConfig:
     base_ejection_s: float = 30.0
     """How long the first ejection lasts; each further one lasts twice as long."""
     max_ejection_s: float = 300.0
-    """The longest ejection. A worker that was back for so long begins with `base_ejection_s` again."""
+    """Seconds of the longest ejection. A worker that was back for this time begins with `base_ejection_s` again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 CREDIT = 32768.0
 """How much less than others, in cost, a tenant may have been served when it begins to wait."""
 RECENT_S = 60.0
-"""For so long after its last request a tenant counts in the others' shares, and its counter is remembered."""
+"""Seconds after its last request for which a tenant counts in the others' shares, and its counter is remembered."""
 HEADROOM = 0.25
 """The part of a worker's memory and batch that whoever has more than its share leaves to others, or less if these have
 less by their weights."""
@@ -47,19 +47,24 @@ class Share:
     idle_since_s: float = 0.0
 
     def charge_prompt(self, num_tokens: int) -> None:
-        """Charges so many tokens of a prompt; fewer than 0 are given back, since a cache had them."""
+        """Charges tokens of a prompt; fewer than 0 are given back, since a cache had them."""
         self.served += PROMPT_COST * num_tokens / self.weight
 
     def charge_output(self, num_tokens: int) -> None:
         self.served += OUTPUT_COST * num_tokens / self.weight
 
     def start_after(self, num_tokens: int) -> float:
-        """Returns what the counter would be after prompts of so many tokens."""
+        """Returns what the counter would be after prompts of `num_tokens`, all together."""
         return self.served + PROMPT_COST * num_tokens / self.weight
+
+    @property
+    def lifted(self) -> float:
+        """Returns what the counter would be if the first of its requests began to wait now."""
+        return max(self.served, self.group.newest_start - CREDIT / self.weight)
 
     def begins_to_wait(self) -> None:
         """Lifts the counter. To be called when the first of its requests begins to wait."""
-        self.served = max(self.served, self.group.newest_start - CREDIT / self.weight)
+        self.served = self.lifted
 
     def begins(self) -> None:
         """Notes that its next request begins. To be called before that is charged."""
@@ -133,6 +138,8 @@ class Shares:
                 break
             del self._idle[tenant]
             self.weight -= _millionths(self._shares.pop(tenant).weight)
+        if not self._shares:
+            self.newest_start = 0.0
 
     def check(self) -> None:
         """Raises AssertionError if a sum is not what is found anew. For tests and the simulator."""

@@ -142,14 +142,14 @@ class BreakEven:
 
 
 _MOST_TOKENS = 2.0**40
-"""Where splitting does not pay for a prompt of so many, it pays for none."""
+"""The longest prompt that is looked at: where splitting does not pay for it, it pays for none."""
 
 
 def break_even(
     source: WorkerView, target: WorkerView, handoff_ms: Callable[[float], float | None], output_tokens: float
 ) -> BreakEven | None:
     """Returns the break-even between the two workers, by the same costs; None while it is not known what a prompt costs
-    there. `handoff_ms` returns what the handoff of so many tokens is expected to take."""
+    there. `handoff_ms` maps the tokens of a handoff to the milliseconds that it is expected to take."""
     if (ms := _token_ms(source, target)) is None:
         return None
     source_ms, target_ms = ms

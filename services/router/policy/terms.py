@@ -41,7 +41,7 @@ _GUESSED_MS_PER_DECODE_STEP = 20.0
 _HANDOFF_SCALE_MS = 50.0
 """A handoff that takes no longer shows as one step more, as others' prompts make there be."""
 LOAD_BOUND = 1.25
-"""A conversation passes a worker over that would have more than so many times the mean of requests: the `c` of
+"""The most requests of a worker that a conversation does not pass over, as a multiple of the mean: the `c` of
 consistent hashing with bounded loads (arXiv 1608.01350)."""
 _HITS_WELL = 0.75
 """A conversation's own worker hits well if it has this share of what the worker has that knows most of the prompt."""
@@ -352,7 +352,7 @@ def reweighted(policy: PolicyConfig, phase: str, term: Term, weight: float, orig
 
 
 _MOST_LENDERS = 4
-"""So many of those that have most of a prompt are looked at: there is one that may lend to nearly everybody."""
+"""The lenders that are looked at, those that have most of the prompt: one of them may lend to nearly everybody."""
 
 Lent = Sequence[tuple[WorkerView, int]]
 """Workers with the number of the prompt's first blocks that they could lend, those with most first."""

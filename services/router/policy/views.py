@@ -212,7 +212,7 @@ class WorkerView:
             object.__setattr__(self, name, value)
 
     def step_ms(self, num_sequences: float) -> float:
-        """Returns the milliseconds of a decode step of so many sequences, or of all that fit in one."""
+        """Returns the milliseconds of a decode step of `num_sequences`, or of as many of them as fit in one."""
         further = max(0.0, min(num_sequences, self.max_num_seqs) - 1)
         return self.load.ms_per_decode_step + further * self.load.ms_per_decode_sequence
 

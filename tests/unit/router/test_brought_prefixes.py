@@ -129,14 +129,16 @@ def test_a_prompt_stays_where_its_beginning_is_if_that_is_free() -> None:
 
 def test_no_lender_is_looked_for_where_no_term_looks_at_prompts() -> None:
     cluster = Cluster([Peers().made("holder", 50)])
-    assert list(cluster.everyone.lenders(PRESETS["prefix_aware"])) == list(cluster.views.values())
+    for part in (cluster.everyone, cluster.without(frozenset({"holder"}))):
+        assert list(part.lenders(PRESETS["prefix_aware"])) == list(cluster.views.values()), "claimed or not"
     assert not cluster.everyone.lenders(PRESETS["round_robin"])
 
 
-def test_a_leg_goes_where_it_can_bring_and_is_told_from_whom() -> None:
+@pytest.mark.parametrize("role", [Role.MIXED, Role.DECODE])
+def test_a_leg_goes_where_it_can_bring_and_is_told_from_whom(role: Role) -> None:
     bench = Bench(policy=PRESETS["prefix_aware"])
     for worker_id in ("holder", "idle"):
-        bench.join(worker_id, Role.MIXED, token_bytes=KV, description=control_pb2.WorkerDescription())
+        bench.join(worker_id, role, token_bytes=KV, description=control_pb2.WorkerDescription())
         bench.load(worker_id, ms_per_prefill_token=1.0, ms_per_decode_step=20.0)
     bench.coordinator.cache_changed("holder", 1, whole=True, stored=HASHES, removed=())
     bench.load("holder", queued_prefill_tokens=4000, num_running=2)

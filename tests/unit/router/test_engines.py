@@ -239,3 +239,14 @@ def test_one_that_waits_for_the_engine_that_serves_it_is_told_so() -> None:
     bench.wait(0.1)
     assert isinstance(bench.failed["r"], NoWorker)
     assert "workers of torch do not serve such a request" in str(bench.failed["r"])
+
+
+def test_what_waits_for_another_engine_holds_up_nobody() -> None:
+    bench = bench_of("torch", "vllm")
+    for number in range(bench.coordinator.config.max_overtaken + 1):
+        bench.submit(f"r{number}")
+        refused_by(bench, "torch")
+        bench.take_leg(Role.PREFILL)  # at the other, which dies
+    lose_pair(bench, "vllm")
+    bench.submit("later")
+    assert [leg.spec.request_id for leg in bench.take_legs(Role.PREFILL)] == ["later"]

@@ -167,6 +167,13 @@ def test_a_last_resort_is_left_out_while_there_is_another() -> None:
     assert left_out == {"a": WhyNot.BLAMED}, "nobody was left out"
 
 
+def test_one_that_nobody_has_tried_comes_before_one_on_which_the_job_has_failed() -> None:
+    job = replace(JOB, avoid=frozenset("b"))
+    assert place_decode(job, SOURCE, [decode("b"), decode("u", untried=frozenset("p"))], NOW, CONFIG) == "u"
+    workers = [prefill("b"), prefill("u"), decode(untried=frozenset("u"))]
+    assert [start.worker_id for start in Cluster(workers).everyone.fit(job).starts] == ["u"]
+
+
 UNTRIED = decode(untried=frozenset("x"))
 
 

@@ -102,6 +102,14 @@ def test_place_prefill(case: str) -> None:
     assert _place_prefill(JOB, workers, in_flight) == expected
 
 
+@pytest.mark.parametrize("small", ["a", "c"])
+def test_the_room_for_several_answers_is_that_of_whoever_takes_them_over(small: str) -> None:
+    """They take 20 blocks there, where 13 are left, however small a prefill worker is, and whoever is asked first."""
+    job = replace(JOB, num_answers=16)
+    assert _place_prefill(job, [prefill("b"), prefill(small, num_blocks=5), decode(busy=49)], [16]) is None
+    assert _place_prefill(job, [prefill("b"), prefill(small, num_blocks=5), decode(busy=42)], [16])
+
+
 SOURCE = Source("p", "h1", Fingerprint("L"))
 DECODE_CASES = {
     "prefill workers do not decode": ([prefill()], SOURCE, None),

@@ -13,6 +13,7 @@ from services.router.policy import (
     Cluster,
     Fingerprint,
     HandoffsInFlight,
+    HandoffTime,
     Job,
     KnownCache,
     Load,
@@ -166,6 +167,18 @@ def test_hybrid_goes_from_session_to_prefix_to_neither() -> None:
     assert found(0, 1, long) == {own: 0.0, other: 0.0}, "a fifth is not worth going there"
     assert found(2, 3, KNOWN) == {own: 0.5, other: 0.75}, "it belongs to no conversation"
     assert found(0, 0, KNOWN) == {own: 0.0, other: 0.0}
+
+
+def test_a_prefix_draws_nobody_to_a_worker_over_the_bound() -> None:
+    workers = [prefill("a", cache=has(4), num_legs=9), prefill("b", cache=has(2))]
+    assert scores(of.conversation_or_prefix, workers, KNOWN) == [0.0, 0.5]
+
+
+def test_a_handoff_copies_only_what_its_worker_lacks() -> None:
+    time = HandoffTime(token_bytes=1 << 14)  # the prompt's are 1 MiB, in 100 ms
+    time.copied(1 << 20, 100.0, NOW)
+    workers = [decode("a", handoff_times={"p": time}), decode("b", handoff_times={"p": time}, cache=has(3))]
+    assert list(of.quick_handoff(workers, Question(KNOWN, SOURCE, NOW))) == [pytest.approx(0.5), 1.0]
 
 
 def test_terms_are_shares_in_every_preset() -> None:

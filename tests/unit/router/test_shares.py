@@ -161,21 +161,6 @@ def test_what_was_cached_is_not_charged_and_replays_are_not() -> None:
     assert share.served == 4
 
 
-def test_models_do_not_wait_for_each_other() -> None:
-    """A tenant that was served much by one model's workers is no worse off at another's."""
-    bench = Bench()
-    for model in ("x", "y"):
-        bench.join(model, Role.DECODE, max_num_seqs=1, model_id=model)
-    bench.submit("x0", num_tokens=500, tenant="a", model="x")
-    bench.load("x", **BUSY)
-    bench.load("y", **BUSY)
-    bench.submit("y-b", tenant="b", model="y")
-    bench.submit("y-a", tenant="a", model="y")
-    assert bench.take_leg(Role.DECODE).spec.request_id == "x0"
-    bench.load("y", num_running=0, blocks_active=0, blocks_free=64, num_waiting=0)
-    assert bench.take_leg(Role.DECODE).spec.request_id == "y-b"
-
-
 # A full queue
 
 
@@ -232,3 +217,16 @@ def test_a_deadline_counts_what_comes_before_and_not_a_floods_backlog() -> None:
     bench.submit("light", num_tokens=100, tenant="light", deadline_s=bench.now + 3.0)
     bench.wait(0.1)
     assert "light" not in bench.failed
+
+
+def test_a_newcomers_deadline_counts_nobody_who_was_served_more() -> None:
+    bench = Bench(max_queue=64)
+    bench.join("m", Role.DECODE, max_num_seqs=1)
+    bench.load("m", **BUSY, ms_per_prefill_token=1.0, ms_per_decode_step=1.0)
+    for number in range(62):
+        bench.submit(f"{number}", num_tokens=500, tenant=f"t{number % 31}")
+    for _ in range(32):
+        serve(bench)  # one of each, and a second: thirty have their next turn in this round
+    bench.submit("light", num_tokens=100, tenant="light", deadline_s=bench.now + 3.0)
+    bench.wait(0.1)
+    assert serve(bench) == "light"

@@ -88,6 +88,8 @@ def test_a_handoff_without_a_decode_worker_goes_to_a_store_and_from_there_to_one
     assert park.handoff is not None
     assert park.handoff.lease_id == lease(prefill)
     assert (park.num_answers, len(park.token_ids), park.output_base) == (1, 20, 0)
+    assert park.choice is not None
+    assert [name for name, _ in park.choice.weighted(park.choice.winner)] == ["near", "free_memory", "trusted"]
     assert bench.coordinator.held_leases("p") == [lease(prefill)], "until the store has it"
     assert bench.phase() is Phase.PARKED
     bench.say("s", DecodeAdmitted(park.leg), parked(park))
