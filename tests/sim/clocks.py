@@ -66,8 +66,9 @@ class Clocks:
                 what = (lease.lease_id, lease.leg, "ttl")
                 self._bound(node, what, config.lease_ttl_s, "a lease that nobody wants is kept")
             fetch = lease.fetch
-            if fetch is not None and fetch.copied < fetch.announced:
-                self._bound(node, (fetch, fetch.copied), config.stall_s, "an announced block is not copied")
+            if fetch is not None and fetch.copied < fetch.announced and not fetch.sending:
+                # A send that is under way when the stall clock is over starts it anew.
+                self._bound(node, (fetch, fetch.copied), 2 * config.stall_s, "an announced block is not copied")
 
     def ended(self, worker: SimWorker, lease: Lease) -> None:
         """A lease has left its table: not by expiry if a router wanted it."""
