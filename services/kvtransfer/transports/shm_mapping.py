@@ -13,7 +13,6 @@ import logging
 import mmap
 import os
 import socket
-import time
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -23,7 +22,7 @@ from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation
 from services.core.sealed_memory import what_is_wrong
 from services.kv.regions import BlockMemory
-from services.kvtransfer.transports import PROBE_BYTES, FetchName, TransportUnavailable
+from services.kvtransfer.transports import PROBE_BYTES, FetchName, TransportUnavailable, fastest_s
 from services.kvtransfer.transports.shm import GREETING, MAGIC, peer_uid, socket_address
 from services.kvtransfer.wire import Announced
 
@@ -58,10 +57,11 @@ class Mapping:
         """Returns the rate, in bytes per second, at which some of the memory is copied; it is looked at by nobody."""
         num_bytes = min(PROBE_BYTES, self._view.nbytes)
         scratch = bytearray(num_bytes)
-        for _ in range(2):
-            begun_s = time.perf_counter()
+
+        def bring() -> None:
             scratch[:] = self._view[:num_bytes]
-        return num_bytes / max(1e-9, time.perf_counter() - begun_s)
+
+        return num_bytes / max(1e-9, fastest_s(bring))
 
     def pin(self) -> None:
         assert not self.closed, "the mapping is gone"

@@ -14,7 +14,6 @@ import os
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
@@ -24,7 +23,7 @@ from services.core.clock import Clock, MonotonicClock, timeout_after
 from services.core.daemon_threads import DaemonThreads
 from services.core.errors import ProtocolViolation, StaleIncarnation, TransferFailed
 from services.kv.regions import BlockMemory
-from services.kvtransfer.transports import PROBE_BYTES, FetchName, TransportUnavailable
+from services.kvtransfer.transports import PROBE_BYTES, FetchName, TransportUnavailable, fastest_s
 from services.kvtransfer.transports.tcp import (
     ANSWER,
     GRANTED,
@@ -261,12 +260,9 @@ class TcpCopier:
     # -- on threads ----------------------------------------------------------------------------------------------------
 
     def probe(self) -> float:
-        """Returns how many seconds `PROBE_BYTES` take, the second time."""
-        scratch = memoryview(bytearray(PROBE_BYTES))
-        for _ in range(2):
-            begun_s = time.perf_counter()
-            self._lines[0].read(REQUEST.pack(PROBE, 0, 0, PROBE_BYTES >> 10), [scratch])
-        return time.perf_counter() - begun_s
+        """Returns how many seconds `PROBE_BYTES` take."""
+        scratch, request = memoryview(bytearray(PROBE_BYTES)), REQUEST.pack(PROBE, 0, 0, PROBE_BYTES >> 10)
+        return fastest_s(lambda: self._lines[0].read(request, [scratch]))
 
     def _read(self, first_block: int, views: Sequence[memoryview]) -> None:
         request = REQUEST.pack(self._fetch.lease_id, self._fetch.leg, first_block, len(views))

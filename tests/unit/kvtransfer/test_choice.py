@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 from services.kvtransfer.transport_choice import TransportChoice
+from services.kvtransfer.transports import fastest_s
 
 MIB = 1 << 20
 
@@ -82,3 +84,30 @@ def test_the_number_of_sources_is_bounded() -> None:
     assert sum(map(choice.knows, range(1000))) == 256
     assert choice.knows(999)
     assert sum(map(choice.has_unusable, range(2000))) <= 256
+
+
+class Stopwatch:
+    """Lets each of several turns take a given number of seconds."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._left = list(seconds)
+        self._now = 0.0
+        self.turns = count()
+
+    def turn(self) -> None:
+        self._now += self._left[next(self.turns)]
+
+    def now(self) -> float:
+        return self._now
+
+
+def test_a_probe_that_was_held_up_does_not_count() -> None:
+    watch = Stopwatch(0.009, 0.005, 0.001, 0.030, 0.002)
+    assert round(fastest_s(watch.turn, watch.now), 6) == 0.001
+    assert next(watch.turns) == 5
+
+
+def test_over_a_slow_network_a_probe_is_made_twice() -> None:
+    watch = Stopwatch(1.5, 1.0, 0.1)
+    assert fastest_s(watch.turn, watch.now) == 1.0
+    assert next(watch.turns) == 2
