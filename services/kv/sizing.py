@@ -17,7 +17,7 @@ from services.kv.layout import token_bytes
 HANDOFF_MS = 3.0
 """What a handoff takes beside its bytes, in milliseconds: the fetch that opens, announcements, the seal, the Release.
 
-It is that of 128 tokens between two processes of one host (benchmarks/results/2026-11-27-transfer.json). A link's own
+It is that of 128 tokens between two processes of one host (benchmarks/results/2026-11-29-transfer.json). A link's own
 delay adds to it.
 """
 
