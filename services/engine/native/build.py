@@ -235,10 +235,10 @@ def copy_library(library: Path, to: Path) -> bool:
 
 
 def _build_all(compiler: Compiler) -> int:
-    sources, built = sources_digest(), list[str]()
+    wanted, sources, built = _wanted(), sources_digest(), list[str]()
     # An old compiler may not know the best: then the next best is as much as can be had.
-    for each in dict.fromkeys((*_wanted(), *usable())):
-        if built and each not in _wanted():
+    for each in dict.fromkeys((*wanted, *usable())):
+        if built and each not in wanted:
             break
         if error := _build(compiler, each, sources):
             print(f"no CPU kernels for {each.name}: {error}", file=sys.stderr)

@@ -448,6 +448,7 @@ def _no_decode_room(job: Job, handoffs_in_flight: HandoffsInFlight) -> Callable[
             return found[key]
         except KeyError:
             taken = handoffs_in_flight.num_blocks(worker.block_size)
+            # As `import_blocks`, bounded by the takers' pools: whose they are, and not the source's, is what counts.
             num_blocks = min(worker.blocks_for(job.num_tokens) + job.num_answers, takers.size)
             has_room = takers.num_blocks - taken >= num_blocks + kept_for_others(job, takers.size, num_blocks)
             return found.setdefault(key, None if has_room else WhyNot.NO_DECODE_ROOM)
