@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -47,6 +48,8 @@ REFUSED = {
 }
 """Arguments of vLLM that a worker does not take, and why. A star stands for any ending."""
 
+SHARDED = "tensor_parallel_size", "pipeline_parallel_size"
+"""Arguments by which several processes, or GPUs, compute for one engine."""
 _BACKENDS = "mp", "uni"
 """Those of `distributed_executor_backend` whose ranks are processes below the worker, which their keeper ends."""
 
@@ -68,9 +71,13 @@ def engine_arguments(config: EngineConfig, given: Mapping[str, str]) -> dict[str
     """
     for name in given:
         if (flag := OURS.get(name)) is not None:
-            raise ConfigError(f"--engine-arg: {name} is set by {flag}")
+            variable = f"BATON_{flag[2:].replace('-', '_').upper()}"  # for workers of `baton up`, which lacks some
+            raise ConfigError(f"--engine-arg: {name} is set by {flag}, or by {variable}")
         if why := next((why for pattern, why in REFUSED.items() if fnmatchcase(name, pattern)), ""):
             raise ConfigError(f"--engine-arg: {name} is not for a worker to take: {why}")
+    for name in SHARDED:
+        if not isinstance(number := _value(text := given.get(name, "1")), int) or number < 1:
+            raise ConfigError(f"--engine-arg: {name}={printable(text)} is not a number of processes")
     if _value(backend := given.get("distributed_executor_backend", _BACKENDS[0])) not in _BACKENDS:
         raise ConfigError(
             f"--engine-arg: distributed_executor_backend={printable(backend)} is not for a worker to take: its ranks "
@@ -163,7 +170,7 @@ def core_environment(
 
 def num_ranks_of(arguments: Mapping[str, Any]) -> int:
     """Returns among how many processes vLLM divides the model."""
-    return int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+    return math.prod(arguments.get(name, 1) for name in SHARDED)
 
 
 def _gpu(number: str, visible: str | None) -> str:

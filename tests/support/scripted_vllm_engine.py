@@ -32,7 +32,7 @@ class ScriptedVllm:
         self._engine_args = engine_args
         settings = f"export PYTHONPATH='{ROOT}' SCRIPTED_CONTROLS='{self.controls.folder}'"
         program = f"exec '{sys.executable}' -m tests.support.scripted_vllm"
-        version = 'if [ "$1" = -P ]; then echo \'"0.32.0"\'; exit; fi'  # `environment` has asked
+        version = 'if [ "$1" = -c ]; then echo \'"0.32.0"\'; exit; fi'  # `environment` has asked
         self.python.write_text(f'#!/bin/sh\n{version}\n{settings}\n{program} "$3" "$4"\n')
         self.python.chmod(0o755)
 

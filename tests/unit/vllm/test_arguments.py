@@ -6,7 +6,7 @@ import pytest
 
 from services.core.errors import ConfigError
 from services.engine.config import EngineConfig
-from services.vllm.arguments import OURS, REFUSED, engine_arguments, warm_lengths
+from services.vllm.arguments import OURS, REFUSED, SHARDED, engine_arguments, warm_lengths
 
 CONFIG = EngineConfig(model_path="/models/tiny", model_id="tiny", dtype="float32", max_num_seqs=8)
 
@@ -18,7 +18,7 @@ def config(**changes: object) -> EngineConfig:
 
 @pytest.mark.parametrize("name", OURS)
 def test_what_a_flag_sets_is_refused_with_the_flag(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--engine-arg: {name} is set by {OURS[name]}$"):
+    with pytest.raises(ConfigError, match=f"^--engine-arg: {name} is set by {OURS[name]}, or by BATON_[A-Z_]+$"):
         engine_arguments(CONFIG, {name: "1"})
 
 
@@ -28,6 +28,13 @@ def test_what_would_break_a_worker_is_refused_with_the_reason(pattern: str) -> N
         with pytest.raises(ConfigError) as refused:
             engine_arguments(CONFIG, {"tensor_parallel_size": "2", name: "true"})
         assert str(refused.value) == f"--engine-arg: {name} is not for a worker to take: {REFUSED[pattern]}"
+
+
+@pytest.mark.parametrize("text", ["two", "0", "-1", "1.5", "", "null"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_how_many_processes_compute_is_a_number(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--engine-arg: {name}={text} is not a number of processes$"):
+        engine_arguments(CONFIG, {name: text})
 
 
 @pytest.mark.parametrize("backend", ["ray", '"ray"', "external_launcher", "my.Executor", "", "null\n"])
