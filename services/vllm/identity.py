@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from services.core.errors import UnsupportedModel
 from services.engine.config import EngineConfig, EngineInfo
@@ -46,8 +45,7 @@ def identity_of(
         "forms": forms,
         "backends": sorted({cache["backend"] for cache in caches.values()}),
         "quantization": facts["quantization"],
-        "changed": facts["changed"],
-        "config": _config_of(folder),
+        "config": facts["config"],
     }
     numerics = f"vLLM {facts['version']}, {dtype}"
     if facts["quantization"] != "none":
@@ -70,12 +68,6 @@ def identity_of(
         engine="vllm",
         kernels=f"vLLM {facts['version']}, {', '.join(how['backends'])}, {len(caches)} rank(s)",
     )
-
-
-def _config_of(folder: Path) -> Any:
-    """Returns what of the model's configuration decides on what it computes."""
-    fields = json.loads((folder / "config.json").read_text())
-    return {name: value for name, value in fields.items() if name not in {"transformers_version", "_name_or_path"}}
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:

@@ -156,7 +156,7 @@ def facts(engine: dict[str, Any]) -> JsonMessage:
         "block_size": engine.get("block_size", 16),
         "sharding": [engine.get("tensor_parallel_size", 1), 1],
         "quantization": "none",
-        "changed": [engine.get("hf_overrides", {}), "auto"],
+        "config": [engine.get("hf_overrides", {}), "auto"],
     }
 
 

@@ -64,11 +64,11 @@ class ToldVllm:
 
     def tell(self, peer: VllmProcess, kind: str, **fields: Any) -> None:
         """Has a process tell something."""
-        self._take_in(Received([(peer, {"kind": kind, "at": self.clock.now(), **fields})]))
+        self._take_in([(peer, {"kind": kind, "at": self.clock.now(), **fields})])
 
     def settle(self) -> None:
         """Returns when what was asked of the engine is done."""
-        self._take_in(Received([]))
+        self._take_in([])
 
     def _take_in(self, received: Received) -> None:
         self._told.put(received)
@@ -98,7 +98,7 @@ class ToldVllm:
         pass
 
     def wake(self) -> None:
-        self._told.put(Received([]))
+        self._told.put([])
 
     def stop(self) -> None:
         self._told.put(None)
@@ -119,5 +119,5 @@ def _facts(num_ranks: int) -> JsonMessage:
         "block_size": BLOCK,
         "sharding": [num_ranks, 1],
         "quantization": "none",
-        "changed": [],
+        "config": [],
     }

@@ -93,8 +93,8 @@ class Front:
             "block_size": config.cache_config.block_size,
             "sharding": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
             "quantization": model.quantization or "none",
-            # What --engine-arg may have changed of what is computed, beside the files.
-            "changed": [
+            # What is computed with the weights: of the files, and of --engine-arg.
+            "config": [
                 _configuration(model.hf_config),
                 str(config.load_config.load_format),
                 bool(model.disable_sliding_window),
@@ -155,7 +155,7 @@ class Front:
         params = SamplingParams(
             temperature=0.0,
             max_tokens=message["max_tokens"],
-            stop_token_ids=message["stop"],
+            stop_token_ids=message["sampling"]["stop"],
             ignore_eos=True,  # the worker says which tokens end it
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
