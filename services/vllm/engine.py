@@ -2,7 +2,7 @@
 
 The pool's blocks are slots of host memory, from and to which KV is handed over; vLLM's own blocks are copied to them
 and from them, and never wait for anybody. A slot also stands for room in vLLM: a sequence is passed on only when there
-are blocks for all that it may say, so vLLM takes none of them away; if it does, the sequence fails and is replayed.
+are blocks for all that it may say, so vLLM rarely takes any away; if it does, the sequence fails and is replayed.
 What the slots keep of earlier prompts is the prefix cache that others may borrow from, and vLLM's own comes on top.
 Owns: which sequence is in vLLM, and which blocks it holds there: from its admission until every rank has said that no
 step touches them any more. Never: the processes (`process`), or what runs in them (`inside`).
@@ -322,7 +322,6 @@ class VllmEngine(PoolFace):
             self._told_s = self._clock.now()
         self._runs[sequence.seq_id] = run
         num_prompt_blocks = num_blocks_for(max(run.num_imported, run.num_exported), self.info.block_size)
-        stop = sorted(sequence.stopping.stop_token_ids)
         self._process.send(
             self._front,
             {
@@ -331,7 +330,6 @@ class VllmEngine(PoolFace):
                 "tokens": sequence.token_ids,
                 "salt": sequence.cache_salt,
                 "max_tokens": self._most_tokens(sequence),
-                "stop": stop,
                 "kv": {
                     "num_imported": run.num_imported,
                     "num_exported": run.num_exported,
@@ -342,7 +340,7 @@ class VllmEngine(PoolFace):
                     "params": _fields_of(sequence.sampling),
                     "further": [_fields_of(each.sampling) for each in sequence.further],
                     "num_prompt": sequence.num_prompt_tokens - sequence.output_base,
-                    "stop": stop,
+                    "stop": sorted(sequence.stopping.stop_token_ids),
                     "min_tokens": sequence.stopping.min_tokens,
                 },
             },
@@ -371,9 +369,9 @@ class VllmEngine(PoolFace):
         num_tokens = num_decodes = 0
         started_s = ended_s = self._clock.now()
         with self._lock:
-            if received.messages:
+            if received:
                 self._told_s = started_s
-            for peer, message in received.messages:
+            for peer, message in received:
                 match message["kind"]:
                     case messages.STEP:
                         events += self._step_begins(message)
@@ -394,7 +392,7 @@ class VllmEngine(PoolFace):
                         if (run := self._runs.get(message["id"])) is not None:
                             events += self._take(run, peer, message)
         events += self._admit_waiting()
-        if not received.messages and not self._runs and self.cache.touch(self._pool.num_used):
+        if not received and not self._runs and self.cache.touch(self._pool.num_used):
             self._process.wake()  # there is more to touch, as long as nobody needs the processor
         assert self._report is not None
         if events or num_tokens:

@@ -24,8 +24,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
-from services.core.errors import ConfigError
 from services.vllm import messages
 from services.vllm.keeper import remove_unused, shared_memory_below
 from services.vllm.messages import JsonMessage, Lines
@@ -38,11 +38,12 @@ _LOADING_SILENT_S = 120.0
 """The same while it loads: imports and compilers keep the interpreter's lock."""
 _PIECE_BYTES = 1 << 18
 _STOP_S = 5.0
-_SHORT = "/tmp"
+_STDERR = 2
 _CAUSE_S = 0.1
 """About how many seconds a child is ended before the last socket of the parent whose end was the cause is closed."""
-_FOLDER_BYTES = 70
-"""The longest path of a folder in which vLLM can make its sockets: the kernel allows 107 bytes, and a name has 37."""
+_PARENT_BYTES = 50
+"""The longest path of a folder below which vLLM can make its sockets: the kernel allows 107 bytes, their names have 37,
+and that of the folder between has 20."""
 
 
 @dataclass(eq=False)
@@ -64,11 +65,8 @@ class VllmProcess:
         return f"vLLM's {what.get(self.who, 'unnamed process')} (pid {self.pid})"
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """Is what one look at the connections has brought, as it was sent: nothing comes before its cause."""
-
-    messages: Sequence[tuple[VllmProcess, JsonMessage]]
+Received: TypeAlias = Sequence[tuple[VllmProcess, JsonMessage]]
+"""What one look at the connections has brought, in the order in which it was sent: nothing comes before its cause."""
 
 
 def path_to_baton(folder: str) -> str:
@@ -116,7 +114,7 @@ class EngineProcess:
             ],
             stdin=subprocess.PIPE,
             bufsize=0,
-            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else None,
+            stdout=_STDERR,
             # A Ctrl-C in the terminal is for the worker, which drains. Not a session of their own: the kernel may share
             # the processor out by sessions, and the worker would wait seconds where others of its session compute.
             process_group=0,
@@ -158,8 +156,7 @@ class EngineProcess:
         """
         try:
             while not self._stopping:
-                arrived = self._look()
-                absorb(Received(arrived))
+                absorb(self._look())
                 if why := self._what_is_wrong():
                     return why
             return ""
@@ -253,19 +250,16 @@ class EngineProcess:
                 self._has_ended(peer)
                 break
             peer.heard_s = time.monotonic()
-            try:
-                for message in peer.lines.feed(data):
-                    match message["kind"]:
-                        case messages.HELLO:
-                            peer.who, peer.rank, peer.pid = message["who"], message["rank"], message["pid"]
-                        case messages.BROKEN:
-                            self._why_broken = f"{peer}: {message['error']}"
-                        case messages.BEAT:
-                            pass
-                        case _:
-                            arrived.append(message)
-            except Exception as error:
-                raise ValueError(f"{peer} has sent what makes no sense: {error!r}") from error
+            for message in peer.lines.feed(data):
+                match message["kind"]:
+                    case messages.HELLO:
+                        peer.who, peer.rank, peer.pid = message["who"], message["rank"], message["pid"]
+                    case messages.BROKEN:
+                        self._why_broken = f"{peer}: {message['error']}"
+                    case messages.BEAT:
+                        pass
+                    case _:
+                        arrived.append(message)
             if len(data) < _PIECE_BYTES:
                 break
         return arrived
@@ -320,13 +314,10 @@ class EngineProcess:
 
 def _private_folder() -> str:
     """Makes a folder that nobody else may enter: among temporary files, or, where sockets there would have too long a
-    path, in /tmp. Raises ConfigError if that is not possible."""
+    path, in /tmp."""
     parent = tempfile.gettempdir()
-    most = _FOLDER_BYTES - len("/baton-vllm-") - 8  # as many letters as Python adds
-    if len(os.fsencode(parent)) > most:
-        if not os.access(_SHORT, os.W_OK):
-            raise ConfigError(f"TMPDIR: {parent} is too long for vLLM's sockets; set one of at most {most} bytes")
-        parent = _SHORT
+    if len(os.fsencode(parent)) > _PARENT_BYTES:
+        parent = "/tmp"
     return tempfile.mkdtemp(prefix="baton-vllm-", dir=parent)  # mode 0700: nobody else connects
 
 
@@ -337,11 +328,3 @@ def _sent_s(received: tuple[VllmProcess, JsonMessage]) -> float:
 def _stands_still(child: int) -> bool:
     """Returns whether a child of this process is stopped."""
     return os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _has_descriptor(stream: object) -> bool:
-    try:
-        stream.fileno()  # type: ignore[attr-defined]
-    except (OSError, AttributeError, ValueError):
-        return False
-    return True

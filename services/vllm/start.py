@@ -36,22 +36,19 @@ class VllmStart:
         self.absorb: Callable[[Received], None] = self._absorb
         self._num_mapped = 0
         self._process: EngineProcess | None = None
-        self._began, self._ready = threading.Event(), threading.Event()
+        self._ready = threading.Event()
         # The thread starts vLLM itself, and lives as long: what it started would end with it.
         self.thread = threading.Thread(target=self._run, args=(start,), name="vllm-engine", daemon=True)
         self.thread.start()
-        self._began.wait()
 
     @property
     def process(self) -> EngineProcess:
-        if self._process is None:
-            raise UnsupportedModel(f"vLLM could not be started: {self.why_over}")
+        assert self._process is not None, "it has begun"
         return self._process
 
     def _run(self, start: Callable[[], EngineProcess]) -> None:
         try:
             self._process = start()
-            self._began.set()
             self.why_over = self._process.run(lambda received: self.absorb(received))
         except Exception as error:
             self.why_over = str(error) or repr(error)
@@ -59,16 +56,14 @@ class VllmStart:
             if self.why_over:
                 logger.error("%s", self.why_over)
             self.is_over.set()
-            for event in (self._began, self._ready):
-                event.set()
+            self._ready.set()
 
     def wait(self) -> None:
         """Waits until vLLM is ready. Raises UnsupportedModel if it has ended before."""
-        process = self.process
         self._ready.wait()
         if self.is_over.is_set():
             raise UnsupportedModel(f"vLLM could not be started: {self.why_over}")
-        process.loaded()
+        self.process.loaded()
 
     def end(self) -> None:
         """Ends vLLM's processes. None is left when it returns."""
@@ -77,7 +72,7 @@ class VllmStart:
         self.thread.join()
 
     def _absorb(self, received: Received) -> None:
-        for peer, message in received.messages:
+        for peer, message in received:
             match message["kind"]:
                 case messages.CACHE:
                     self._cache(peer, message)

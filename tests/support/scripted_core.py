@@ -186,7 +186,7 @@ class Core:
     def _sampled(self, request: Request, token_id: int) -> None:
         request.token_ids.append(token_id)
         num_said, added = len(request.token_ids) - request.num_prompt, request.added
-        if token_id in added["stop"]:
+        if token_id in added["sampling"]["stop"]:
             self._finish(request, "stop", [token_id])
         elif num_said >= added["max_tokens"] or len(request.token_ids) >= self._max_model_len:
             self._finish(request, "length", [token_id])

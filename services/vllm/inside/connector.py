@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 
 from services.vllm import messages
 from services.vllm.inside.link import Link
@@ -54,7 +59,7 @@ class _Request:
     slots: list[int]
     block_ids: list[int] = field(default_factory=list)
     num_saved: int = 0
-    """Blocks."""
+    """Blocks that are in `slots`, or will be after the step."""
     is_known: bool = False
     """Whether its blocks were allocated once."""
 
@@ -89,7 +94,6 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._link = Link(path, messages.RANK, rank)
             if rank == parallel.world_size - parallel.tensor_parallel_size:  # the first of the last pipeline stage
                 _links.append(self._link)
-            self._part = _Part()
             self._loading: list[Copy] = []
             """Those that are not done, the oldest first, each with the blocks that are left."""
             self._loaded: set[str] = set()
@@ -121,7 +125,7 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 f"vLLM keeps the model's KV as {', '.join(kinds) or 'nothing'}, and Baton hands over one {_WHOLE}, of "
                 f"which all blocks stay{remedy}"
             )
-        self._part.take(kv_caches, self._kv_cache_config.num_blocks)
+        self._part = _Part(kv_caches, self._kv_cache_config.num_blocks)
         self._link.send(
             messages.CACHE,
             num_ranks=self._num_ranks,
@@ -167,8 +171,6 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Reports each load once: of a request that was given up meanwhile too, the rest of which is not loaded. What
         it is told of finished requests it tells the worker: no step touches their slots from here on."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
         self._loaded.update(load.request_id for load in self._loading if load.request_id in finished_req_ids)
         self._loading = [load for load in self._loading if load.request_id not in finished_req_ids]
         if gone := [number for each in finished_req_ids if (number := _seq_id_of(each)) is not None]:
@@ -212,7 +214,7 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 begun.append([known.seq_id, start])
                 known.block_ids = list(new.block_ids[0])
                 self._save(copies, new.req_id, known, start + num_tokens)
-        cached, preempted = scheduler_output.scheduled_cached_reqs, []
+        cached = scheduler_output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             num_tokens, start = scheduled[request_id], cached.num_computed_tokens[at]
             attended += _attended(start, num_tokens)
@@ -224,14 +226,10 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if known is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                preempted.append(known.seq_id)
                 known.block_ids = []
             known.block_ids += (cached.new_block_ids[at] or ([],))[0]
             self._save(copies, request_id, known, start + num_tokens)
-        if scheduler_output.preempted_req_ids:
-            preempted += [
-                known.seq_id for each in scheduler_output.preempted_req_ids if (known := self._requests.get(each))
-            ]
+        preempted = [known.seq_id for each in scheduler_output.preempted_req_ids if (known := self._requests.get(each))]
         now = time.monotonic()
         if begun or preempted:
             self._link.send(messages.STEP, begun=begun, preempted=preempted)
@@ -284,7 +282,7 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
 class _Part:
     """Is a rank's part of all blocks: its layers, and their copies in the slots one behind the other."""
 
-    def take(self, kv_caches: dict[str, Tensor], num_blocks: int) -> None:
+    def __init__(self, kv_caches: dict[str, Tensor], num_blocks: int) -> None:
         self._layers: list[Tensor] = []
         seen: set[int] = set()
         for name, layer in kv_caches.items():

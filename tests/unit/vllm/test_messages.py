@@ -16,9 +16,3 @@ def test_messages_are_those_that_were_sent_however_they_arrive(num_bytes: int) -
     for at in range(0, len(data), num_bytes):
         found += lines.feed(data[at : at + num_bytes])
     assert found == MESSAGES
-
-
-@pytest.mark.parametrize("data", [b"garbage\n", b"\n", b"[1]\n", b"7\n", b"\xff\n", b'{"a": 1\n'])
-def test_what_is_no_object_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"\w"):
-        list(Lines().feed(data))
