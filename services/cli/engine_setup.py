@@ -15,9 +15,12 @@ from services.core.config import DTYPES, demand_kv_dtype
 from services.core.errors import ConfigError
 from services.core.printable import printable
 from services.engine.config import EngineConfig
-from services.vllm.arguments import SHARDED, engine_arguments
+from services.vllm.arguments import engine_arguments
 from services.vllm.environment import vllm_python
 from services.worker.engine_choice import VLLM
+
+_SHARDED = ("tensor_parallel_size", "pipeline_parallel_size")
+"""Arguments of vLLM by which one engine takes several GPUs."""
 
 
 class EngineFlags(Protocol):
@@ -67,7 +70,7 @@ def demand_engine(flags: EngineFlags) -> str:
 
 def demand_one_gpu_each(flags: EngineFlags) -> None:
     """Raises ConfigError if the engines of a local cluster want several GPUs each: it gives each worker one."""
-    asked = [name for name in SHARDED if flags.engine_arguments().get(name, "1") != "1"]
+    asked = [name for name in _SHARDED if flags.engine_arguments().get(name, "1") != "1"]
     if asked and flags.device != "cpu":
         raise ConfigError(
             f"--engine-arg: {asked[0]} takes several GPUs, and baton up gives each worker one; start the workers by "

@@ -48,8 +48,8 @@ REFUSED = {
 }
 """Arguments of vLLM that a worker does not take, and why. A star stands for any ending."""
 
-SHARDED = "tensor_parallel_size", "pipeline_parallel_size"
-"""Arguments by which several processes, or GPUs, compute for one engine."""
+_SIZES = "tensor_parallel_size", "pipeline_parallel_size"
+"""Those by which vLLM divides the model among ranks."""
 _BACKENDS = "mp", "uni"
 """Those of `distributed_executor_backend` whose ranks are processes below the worker, which their keeper ends."""
 
@@ -75,14 +75,14 @@ def engine_arguments(config: EngineConfig, given: Mapping[str, str]) -> dict[str
             raise ConfigError(f"--engine-arg: {name} is set by {flag}, or by {variable}")
         if why := next((why for pattern, why in REFUSED.items() if fnmatchcase(name, pattern)), ""):
             raise ConfigError(f"--engine-arg: {name} is not for a worker to take: {why}")
-    for name in SHARDED:
-        if not isinstance(number := _value(text := given.get(name, "1")), int) or number < 1:
-            raise ConfigError(f"--engine-arg: {name}={printable(text)} is not a number of processes")
     if _value(backend := given.get("distributed_executor_backend", _BACKENDS[0])) not in _BACKENDS:
         raise ConfigError(
             f"--engine-arg: distributed_executor_backend={printable(backend)} is not for a worker to take: its ranks "
             f"share memory with the worker and end with it, as those of {' and '.join(_BACKENDS)} do"
         )
+    for name in _SIZES:
+        if type(size := _value(given.get(name, "1"))) is not int or size < 1:
+            raise ConfigError(f"--engine-arg: {name}={printable(given[name])} must be a positive number")
     chosen = {
         "block_size": config.block_size or None,
         "num_gpu_blocks_override": None if config.num_blocks is None else config.num_blocks + 1,  # one is vLLM's own
@@ -170,7 +170,7 @@ def core_environment(
 
 def num_ranks_of(arguments: Mapping[str, Any]) -> int:
     """Returns among how many processes vLLM divides the model."""
-    return math.prod(arguments.get(name, 1) for name in SHARDED)
+    return math.prod(arguments.get(name, 1) for name in _SIZES)
 
 
 def _gpu(number: str, visible: str | None) -> str:

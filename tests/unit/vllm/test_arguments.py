@@ -6,7 +6,7 @@ import pytest
 
 from services.core.errors import ConfigError
 from services.engine.config import EngineConfig
-from services.vllm.arguments import OURS, REFUSED, SHARDED, engine_arguments, warm_lengths
+from services.vllm.arguments import OURS, REFUSED, engine_arguments, warm_lengths
 
 CONFIG = EngineConfig(model_path="/models/tiny", model_id="tiny", dtype="float32", max_num_seqs=8)
 
@@ -30,13 +30,6 @@ def test_what_would_break_a_worker_is_refused_with_the_reason(pattern: str) -> N
         assert str(refused.value) == f"--engine-arg: {name} is not for a worker to take: {REFUSED[pattern]}"
 
 
-@pytest.mark.parametrize("text", ["two", "0", "-1", "1.5", "", "null"])
-@pytest.mark.parametrize("name", SHARDED)
-def test_how_many_processes_compute_is_a_number(name: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--engine-arg: {name}={text} is not a number of processes$"):
-        engine_arguments(CONFIG, {name: text})
-
-
 @pytest.mark.parametrize("backend", ["ray", '"ray"', "external_launcher", "my.Executor", "", "null\n"])
 def test_ranks_that_are_not_below_the_worker_are_refused(backend: str) -> None:
     """Nothing would end them with it."""
@@ -48,6 +41,14 @@ def test_ranks_that_are_not_below_the_worker_are_refused(backend: str) -> None:
 def test_ranks_below_the_worker_are_taken(backend: str) -> None:
     arguments = engine_arguments(CONFIG, {"distributed_executor_backend": backend})
     assert arguments["distributed_executor_backend"] == backend.strip('"')
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("text", ["0", "-1", "two", "null", "1.5", "[2]", "true"])
+def test_a_number_of_ranks_that_is_none_is_refused(name: str, text: str) -> None:
+    """Cores are divided among them before vLLM has looked at it."""
+    with pytest.raises(ConfigError, match=f"^--engine-arg: {name}=.* must be a positive number$"):
+        engine_arguments(CONFIG, {name: text})
 
 
 def test_any_other_is_passed_on_as_json_or_as_a_word() -> None:
