@@ -9,7 +9,7 @@ handoff  how much of a request its handoff takes that nothing else hides, where 
 kill     requests lost and blocks stranded when the process that runs prompts is killed under load
 
 All are driven over the OpenAI-style HTTP API by the same client, one after the other in every round. vLLM gets the same
-arguments everywhere. NIXL must be in vLLM's environment for the third; without it that side is left out.
+arguments everywhere. NIXL must be in vLLM's environment for the third, which --without-nixl leaves out.
 """
 
 from __future__ import annotations
