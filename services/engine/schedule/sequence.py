@@ -40,6 +40,10 @@ class SamplingParams:
     """How many of the most likely tokens are reported with their log-probabilities, besides the chosen one. With 0 only
     the chosen token's is reported, with None none is."""
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     def barred_after(self, output: Seq[int]) -> tuple[int, ...]:
         """Returns the tokens that would complete one of `bad_token_ids` after this output."""
         return tuple(

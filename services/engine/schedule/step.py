@@ -103,8 +103,7 @@ def _num_given(sequence: Sequence) -> int:
 
 def _penalised_tokens(sequence: Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (prompt, output); both are empty without penalties, since copying all tokens at every step takes time."""
-    sampling = sequence.sampling
-    if sampling.repetition_penalty == 1.0 and sampling.presence_penalty == 0.0 == sampling.frequency_penalty:
+    if not sequence.sampling.has_penalties:
         return (), ()
     num_prompt = _num_given(sequence)
     return tuple(sequence.token_ids[:num_prompt]), tuple(sequence.token_ids[num_prompt:])

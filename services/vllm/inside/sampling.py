@@ -33,6 +33,11 @@ class _Row(NamedTuple):
     """vLLM's own list, which grows."""
 
     @property
+    def position(self) -> int:
+        """Returns the output position of the next token."""
+        return len(self.prompt) - self.num_prompt + len(self.output)
+
+    @property
     def is_plain(self) -> bool:
         """Says whether vLLM's choice, the token with the largest logit, is the one wanted."""
         sampling = self.sampling
@@ -43,8 +48,8 @@ class _Row(NamedTuple):
             or sampling.bad_token_ids
             or sampling.num_logprobs is not None
             or self.further
-            or has_penalties(sampling)
-            or (self.stop and len(self.prompt) - self.num_prompt + len(self.output) < self.min_tokens)
+            or sampling.has_penalties
+            or (self.stop and self.position < self.min_tokens)
         )
 
     @property
@@ -53,18 +58,13 @@ class _Row(NamedTuple):
         return [] if self.output else self.further
 
     def sample_row(self, sampling: SamplingParams) -> SampleRow:
-        received = self.prompt[self.num_prompt :]
-        position = len(received) + len(self.output)
-        masked = self.stop if position < self.min_tokens else ()
-        seen = (*received, *self.output) if has_penalties(sampling) or sampling.bad_token_ids else ()
-        barred = sampling.barred_after(seen)
-        if not has_penalties(sampling):
-            return SampleRow(position, sampling, masked_token_ids=masked, barred_token_ids=barred)
-        return SampleRow(position, sampling, tuple(self.prompt[: self.num_prompt]), seen, masked, barred)
-
-
-def has_penalties(sampling: SamplingParams) -> bool:
-    return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
+        has_penalties = sampling.has_penalties
+        prompt = tuple(self.prompt[: self.num_prompt]) if has_penalties else ()
+        said = (*self.prompt[self.num_prompt :], *self.output) if has_penalties or sampling.bad_token_ids else ()
+        masked = self.stop if self.position < self.min_tokens else ()
+        return SampleRow(
+            self.position, sampling, prompt, said if has_penalties else (), masked, sampling.barred_after(said)
+        )
 
 
 def params_of(fields: Mapping[str, Any]) -> SamplingParams:
@@ -130,6 +130,5 @@ class BatonSampling(LogitsProcessor):  # type: ignore[misc]
     def _tell(self, row: _Row, token: SampledToken, further: list[SampledToken]) -> None:
         """Tells the worker what vLLM has no word for: log-probabilities, and the first tokens of further answers."""
         if (link := connector.first_rank_link()) is not None:
-            position = len(row.prompt) - row.num_prompt + len(row.output)
             told = [[each.token_id, each.logprob, each.top] for each in (token, *further)]
-            link.send(messages.SAMPLED, id=row.seq_id, position=position, tokens=told)
+            link.send(messages.SAMPLED, id=row.seq_id, position=row.position, tokens=told)
