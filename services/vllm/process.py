@@ -122,6 +122,7 @@ class EngineProcess:
                 **environment,
                 "PYTHONPATH": path_to_baton(self.folder),
                 "PYTHONSAFEPATH": "1",  # else a folder named vllm where the worker was started would be taken
+                "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # it tells of what it removes at every end
                 "VLLM_RPC_BASE_PATH": self.folder,
                 "TMPDIR": self.folder,
             },

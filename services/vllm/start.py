@@ -53,7 +53,7 @@ class VllmStart:
         except Exception as error:
             self.why_over = str(error) or repr(error)
         finally:
-            if self.why_over:
+            if self.why_over and self._ready.is_set():  # before that `wait` raises it
                 logger.error("%s", self.why_over)
             self.is_over.set()
             self._ready.set()
