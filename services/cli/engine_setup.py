@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.cli.dtype_choice import Choice, choose_dtype, saved_dtype
-from services.cli.worker_packages import demand_grammars, demand_torch
+from services.cli.worker_packages import demand_numpy, demand_torch
 from services.core.config import DTYPES, demand_kv_dtype
 from services.core.errors import ConfigError
 from services.core.printable import printable
@@ -64,7 +64,7 @@ def demand_engine(flags: EngineFlags) -> str:
             "a hub id"
         )
     engine_arguments(EngineConfig(flags.model, "", device=flags.device), flags.engine_arguments())
-    demand_grammars("a worker with --engine vllm")
+    demand_numpy("a worker with --engine vllm")
     return str(vllm_python(flags.vllm_python))
 
 

@@ -13,9 +13,9 @@ def demand_torch(purpose: str) -> None:
     _demand("torch", "worker", purpose)
 
 
-def demand_grammars(purpose: str) -> None:
-    """Raises a BatonError that says what to install if a worker without torch lacks what compiles grammars."""
-    _demand("llguidance", "worker-vllm", purpose)
+def demand_numpy(purpose: str) -> None:
+    """Raises a BatonError that says what to install if a worker without torch lacks what copies blocks."""
+    _demand("numpy", "worker-vllm", purpose)
 
 
 def demand_plots(purpose: str) -> None:

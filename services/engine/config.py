@@ -76,6 +76,8 @@ class EngineInfo:
     """What computes: "torch" or "vllm"."""
     kernels: str = field(default="", compare=False)
     """How it computes on this host, in words for operators."""
+    has_masks: bool = True
+    """Whether output can be held to a constraint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -516,9 +516,6 @@ class VllmEngine(PoolFace):
     def _never(self, sequence: Sequence) -> Exception | None:
         """Returns why the sequence can never run here, or None."""
         num_tokens, limit = len(sequence.token_ids), self.info.max_model_len
-        for each in (sequence, *sequence.further):
-            if each.constraint is not None:
-                return UnsupportedModel("a worker with vLLM has no masks, which constrained output needs")
         if sequence.num_prompt_logprobs is not None:
             return UnsupportedModel("a worker with vLLM has no log-probabilities of prompts")
         if num_tokens >= limit:

@@ -66,6 +66,7 @@ def identity_of(
         eos_token_ids=eos_token_ids(folder),
         device=config.device,
         engine="vllm",
+        has_masks=False,
         kernels=f"vLLM {facts['version']}, {', '.join(how['backends'])}, {len(caches)} rank(s)",
     )
 

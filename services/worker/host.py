@@ -15,7 +15,7 @@ from typing import Any
 
 from baton.v1 import control_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from services.core.config import DAY_S, DEFAULT_CONTROL_PORT
-from services.core.errors import BatonError, Draining, ProtocolViolation, RoleGone, unforeseen
+from services.core.errors import BatonError, Draining, ProtocolViolation, RoleGone, UnsupportedModel, unforeseen
 from services.core.ids import new_incarnation
 from services.engine.schedule.sequence import Mode, Sequence
 from services.engine.worker_engine import WorkerEngine
@@ -308,7 +308,8 @@ class WorkerHost:
 
     async def constrain(self, sequences: Iterable[Sequence], command: commands.Command) -> BatonError | None:
         """Gives each sequence its command's constraint, once that is compiled; returns why it cannot, else None."""
-        assert self._constraints is not None, "what computes nothing has no sequences"
+        if self._constraints is None:
+            return UnsupportedModel(f"--engine {self.engine.info.engine} has no masks, which constrained output needs")
         self._num_constraining += 1
         try:
             for sequence in sequences:
@@ -475,7 +476,7 @@ class WorkerHost:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _new_constraints(self) -> Constraints | None:
-        if self._model is None:
+        if self._model is None or not self.engine.info.has_masks:
             return None
         machine, compiler = self.machine, self.machine.compiler(self._model.model, self.engine.info)
         return Constraints(compiler, machine.thread("constraints"), machine.thread("matchers"))

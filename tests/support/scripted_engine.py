@@ -13,7 +13,7 @@ from collections.abc import Sequence as Many
 from pathlib import Path
 
 from services.core.clock import MonotonicClock
-from services.core.errors import Overloaded, UnsupportedModel
+from services.core.errors import Overloaded
 from services.core.hashing import BlockHash, num_blocks_for
 from services.engine.config import EngineConfig, EngineInfo, EngineStats, StepReport
 from services.engine.schedule.sequence import (
@@ -59,6 +59,7 @@ class ScriptedEngine:
             vocab_size=facts["vocab_size"],
             eos_token_ids=(),
             device="cpu",
+            has_masks=False,
         )
         self.cache = ScriptedMemory(num_blocks, config.block_size)
         self.tally = StepTally()
@@ -283,10 +284,6 @@ class ScriptedEngine:
         if sequence.mode is Mode.PREFILL_ONLY:
             yield Progress(seq_id, end, self._clock.now())
         if end == len(sequence.token_ids):
-            if sequence.constraint is not None:
-                self._leave(sequence)
-                yield Failed(seq_id, UnsupportedModel("this engine has no masks"))
-                return
             token_id = next_token(self.cache.get(sequence.block_ids, end), self.info.vocab_size)
             finish, stop_token_id = self._ending(sequence, token_id)
             position = sequence.next_position

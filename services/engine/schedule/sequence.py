@@ -118,7 +118,7 @@ class Sequence:
     """What its output is held to: tokens that it does not allow are masked, after biases and penalties and before
     temperature and filters, and the stop tokens are allowed exactly where the output may end. It has taken the output
     received before a replay; the engine tells it what is sampled here, token 0 of a handoff included. The sequence
-    fails with ConstraintUnsatisfied where nothing is left; an engine without masks fails it with UnsupportedModel."""
+    fails with ConstraintUnsatisfied where nothing is left. An engine without masks is given none."""
     num_prompt_logprobs: int | None = None
     """How many of the most likely tokens are reported for each token of the prompt, besides that token itself
     (`PromptScored`); with None none is. Replayed output is not part of the prompt."""

@@ -202,8 +202,8 @@ async def test_a_lease_that_expires_is_reported(model: Path) -> None:
         await idle(host)
 
 
-@pytest.mark.process
 async def test_it_refuses_a_constraint_by_name(model: Path) -> None:
+    """Nothing is compiled for it: that would start a process, which no test of `make test` may."""
     async with running_cluster(model, [PREFILL, DECODE], load=ScriptedEngine) as cluster:
         request = greedy_request(PROMPT, NUM_TOKENS, constraint=types_pb2.Constraint(regex="a*"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -80,10 +80,10 @@ def test_vllm_is_asked_for_with_all_that_the_flags_say(monkeypatch: pytest.Monke
 
 @pytest.mark.process
 def test_a_worker_with_vllm_needs_neither_torch_nor_transformers() -> None:
-    """It starts, and compiles grammars, where only the packages of its own extra are."""
+    """It starts where only the packages of its own extra are."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     has, lacks = ({re.split("[<>=]", each)[0] for each in extras[extra]} for extra in ("worker-vllm", "worker"))
-    assert lacks - has >= {"torch", "transformers", "safetensors"}
+    assert lacks - has >= {"torch", "transformers", "safetensors", "llguidance"}
     source = f"""
 import importlib.abc, sys, types
 
@@ -97,7 +97,6 @@ fake = types.ModuleType("services.vllm.engine")
 fake.vllm_engine = lambda *args, **options: "the engine"
 sys.modules["services.vllm.engine"] = fake
 import services.cli.mixed, services.cli.service, services.cli.engine_setup
-import services.worker.grammar_process, services.worker.grammar_child
 from services.worker.config import WorkerConfig
 from services.worker.machine import Machine
 from services.worker.main import make_engine
