@@ -7,7 +7,7 @@ Never: how torch's types are chosen (`dtype_choice`), or where vLLM is found (`s
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.cli.dtype_choice import Choice, choose_dtype, saved_dtype
 from services.cli.worker_packages import demand_numpy, demand_torch
@@ -15,12 +15,9 @@ from services.core.config import DTYPES, demand_kv_dtype
 from services.core.errors import ConfigError
 from services.core.printable import printable
 from services.engine.config import EngineConfig
-from services.vllm.arguments import engine_arguments
+from services.vllm.arguments import engine_arguments, num_ranks_of
 from services.vllm.environment import vllm_python
 from services.worker.engine_choice import VLLM
-
-_SHARDED = ("tensor_parallel_size", "pipeline_parallel_size")
-"""Arguments of vLLM by which one engine takes several GPUs."""
 
 
 class EngineFlags(Protocol):
@@ -63,19 +60,23 @@ def demand_engine(flags: EngineFlags) -> str:
             f"--model: {printable(flags.model)} is a GGUF file, which is for --engine torch; give vLLM a directory or "
             "a hub id"
         )
-    engine_arguments(EngineConfig(flags.model, "", device=flags.device), flags.engine_arguments())
+    _arguments(flags)
     demand_numpy("a worker with --engine vllm")
     return str(vllm_python(flags.vllm_python))
 
 
 def demand_one_gpu_each(flags: EngineFlags) -> None:
     """Raises ConfigError if the engines of a local cluster want several GPUs each: it gives each worker one."""
-    asked = [name for name in _SHARDED if flags.engine_arguments().get(name, "1") != "1"]
-    if asked and flags.device != "cpu":
+    num_gpus = num_ranks_of(_arguments(flags))
+    if num_gpus > 1 and flags.device != "cpu":
         raise ConfigError(
-            f"--engine-arg: {asked[0]} takes several GPUs, and baton up gives each worker one; start the workers by "
+            f"--engine-arg: vLLM takes {num_gpus} GPUs, and baton up gives each worker one; start the workers by "
             "baton prefill and baton decode, each with its GPUs in CUDA_VISIBLE_DEVICES"
         )
+
+
+def _arguments(flags: EngineFlags) -> dict[str, Any]:
+    return engine_arguments(EngineConfig(flags.model, "", device=flags.device), flags.engine_arguments())
 
 
 def choose_types(flags: EngineFlags, model: Path) -> Choice:

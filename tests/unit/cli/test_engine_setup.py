@@ -110,7 +110,7 @@ def test_a_type_that_is_not_known_is_left_to_vllm(tmp_path: Path) -> None:
 def test_a_local_cluster_gives_each_worker_one_gpu(name: str) -> None:
     demand_one_gpu_each(UpConfig(engine="vllm", engine_arg=(f"{name}=2",)))
     demand_one_gpu_each(UpConfig(engine="vllm", engine_arg=(f"{name}=1",), device="cuda"))
-    with pytest.raises(ConfigError, match=f"^--engine-arg: {name} takes several GPUs"):
+    with pytest.raises(ConfigError, match=r"^--engine-arg: vLLM takes 2 GPUs, and"):
         demand_one_gpu_each(UpConfig(engine="vllm", engine_arg=(f"{name}=2",), device="cuda:1"))
 
 
