@@ -22,8 +22,8 @@ class Link:
 
     def __init__(self, path: str, who: str, rank: int = 0) -> None:
         die_with_parent()
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.connect(path)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
         self._lock = threading.Lock()
         self._late = bytearray()
         self.send(messages.HELLO, who=who, rank=rank, pid=os.getpid())
@@ -34,7 +34,7 @@ class Link:
         try:
             with self._lock:
                 late, self._late = self._late, bytearray()
-                self.socket.sendall(late + _encode(kind, fields))
+                self._socket.sendall(late + _encode(kind, fields))
         except OSError:
             _end()
 
@@ -46,7 +46,7 @@ class Link:
 
     def receive_with_descriptor(self) -> tuple[JsonMessage, int]:
         """Returns the worker's only message to a rank, and the descriptor that comes with it."""
-        data, descriptors, _, _ = socket.recv_fds(self.socket, _MOST_BYTES, 1)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, _MOST_BYTES, 1)
         if not data:
             _end()
         (message,) = Lines().feed(data)
@@ -59,13 +59,17 @@ class Link:
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError):
-            self.socket.recv(1)
+            self._socket.recv(1)
         _end()
 
     def _beat(self) -> None:
         while True:
             time.sleep(messages.BEAT_S)
             self.send(messages.BEAT)
+
+    @property
+    def socket(self) -> socket.socket:
+        return self._socket
 
 
 def _encode(kind: str, fields: dict[str, Any]) -> bytes:
