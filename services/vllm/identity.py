@@ -19,8 +19,8 @@ from services.vllm.messages import JsonMessage
 from services.vllm.slot_memory import SlotMemory
 
 _SAMPLED_BYTES, _NUM_SAMPLES = 1 << 16, 256
-"""The size and the number of the pieces, evenly spaced, in which a file of weights is read beside its whole header: all
-of 100 GB would take minutes, and checkpoints of different training differ nearly everywhere."""
+"""The size and the number of the pieces, evenly spaced, that are read of a file of weights: all of 100 GB would take
+minutes, and checkpoints of different training differ nearly everywhere."""
 
 
 def identity_of(

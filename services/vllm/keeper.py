@@ -3,7 +3,7 @@
 vLLM's processes outlive one that is killed, and so does the shared memory between them. So this process stands between
 the worker and vLLM: its standard input is a pipe whose other end only the worker has. When that end closes, or vLLM's
 first process ends, every descendant is killed, stopped ones too, and what they had in /dev/shm is removed. They may be
-dead by then: so it looks what they have there while vLLM loads, and when the pipe brings a byte, since vLLM has loaded.
+dead by then, so it notes what they have there while vLLM loads, and once more when the pipe brings a byte: then it has.
 Standard library only. Usage: python -m services.vllm.keeper FOLDER COMMAND...; FOLDER is removed in the end.
 """
 

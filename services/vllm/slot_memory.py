@@ -22,7 +22,7 @@ class SlotMemory:
         self.block_bytes = block_bytes
         self._memory = SealedMemory("baton-vllm-slots", num_blocks * block_bytes, seal=False)
         self._region = Region(self._memory.address, num_blocks * block_bytes, "cpu")
-        self._bytes = memoryview(self._memory.map)
+        self._bytes = self._memory.map
 
     @property
     def fd(self) -> int | None:

@@ -42,6 +42,8 @@ class Copy:
 
 @dataclass
 class StepCopies(KVConnectorMetadata):  # type: ignore[misc]
+    """Says what every rank copies beside one step."""
+
     loads: list[Copy] = field(default_factory=list)
     saves: list[Copy] = field(default_factory=list)
 
@@ -77,8 +79,7 @@ _links: list[Link] = []
 
 
 def first_rank_link() -> Link | None:
-    """Returns the connection of the first rank, through which alone all say what they have sampled alike; None in the
-    others' processes."""
+    """Returns the connection of the first rank, if this is its process: all ranks sample alike, and it alone tells."""
     return _links[0] if _links else None
 
 
