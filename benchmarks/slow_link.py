@@ -33,7 +33,7 @@ from services.rpc.names import Attr, Span
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 2048, 16
 _NUM_PROMPTS = 5
 """Of each kind, in a round."""
-_STEP_TOKENS = (512, 256)
+_STEP_TOKENS = (512, 256, 128)
 """The most tokens of a step: how much of the prompt is sent at once, and last."""
 _OPEN = "10gbit"
 _POOL = ("--kv-blocks", "2048", "--threads", "1")

@@ -20,7 +20,7 @@ import grpc
 
 from services.engine.model.kv_cache import KVCache
 from services.kvtransfer.transports.nixl_agent import NixlUnavailable, bindings, ucx_settings
-from services.kvtransfer.transports.tcp_destination import NUM_CONNECTIONS
+from services.kvtransfer.transports.tcp import NUM_CONNECTIONS
 from services.rpc.certificates import Certificates
 from services.rpc.options import channel_options, server_options
 

@@ -1,11 +1,14 @@
 """Measures decode steps beside handoffs that arrive in the same process, by each transport: what running answers pay
-for the transfer of another's KV."""
+for the transfer of another's KV; and beside the same bytes without Baton, since both ends share this machine's cores
+and memory with the step."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -14,6 +17,7 @@ from benchmarks import engine
 from benchmarks.figure import Figure, Findings, ratio
 from benchmarks.precision import Precision
 from benchmarks.transfer import CHECKED, SMOLLM2, Destination
+from benchmarks.transfer_bare import BARE
 from benchmarks.transfer_source import RemoteSource, new_pool
 from services.engine.config import StepReport
 
@@ -23,6 +27,9 @@ _EVERY_S = 0.5
 """Seconds from the end of one handoff to the next: about as a prefill worker on such a machine sends them."""
 _ALONE = ""
 _TARGET = "≤ 1.03"
+
+_Move = Callable[[], Awaitable[object]]
+"""Moves all blocks of the source's pool once."""
 
 _Times = list[tuple[float, float]]
 """When each of some things began and ended, in seconds."""
@@ -42,29 +49,38 @@ async def _measure(load: engine.Load, repeats: int) -> Findings:
     pool = new_pool(SMOLLM2, num_blocks)
     async with RemoteSource(SMOLLM2, num_blocks) as source:
         destination = Destination(SMOLLM2, pool, source)
-        names = [_ALONE, *(name for name in destination.transports if name.endswith(CHECKED))]
-        every: dict[str, list[float]] = {name: [] for name in names}
-        meeting: dict[str, list[float]] = {name: [] for name in names}
+        moves: dict[str, _Move | None] = {_ALONE: None}
+        for name in destination.transports:
+            if name.endswith(CHECKED):
+                moves["a handoff by " + name.removesuffix(CHECKED)] = partial(destination.hand_over, name)
+        bares = {name: bare for name, make in BARE.items() if (bare := await make(source, pool)) is not None}
+        moves |= {f"the same bytes by {name}": bare.move for name, bare in bares.items()}
+        every: dict[str, list[float]] = {name: [] for name in moves}
+        meeting: dict[str, list[float]] = {name: [] for name in moves}
         for number in range(repeats + 1):
-            for name in names:
-                steps, handoffs = await _run(load, destination, name)
+            for name, move in moves.items():
+                steps, moved = await _run(load, destination.prepare, move)
                 if number:
                     every[name].append(_mean_ms(steps))
-                    meeting[name].append(_mean_ms([step for step in steps if _meets(step, handoffs)] or steps))
+                    meeting[name].append(_mean_ms([step for step in steps if _meets(step, moved)] or steps))
+        for bare in bares.values():
+            await bare.close()
         await destination.close()
     pool.close()
-    found: Findings = [Figure(f"transfer: a decode step, {_SEQUENCES} sequences", "ms", tuple(every[_ALONE]))]
-    for name in names[1:]:
-        short = name.removesuffix(CHECKED)
-        found.append(ratio(f"  that meets a handoff by {short}, of it", meeting[name], every[_ALONE], _TARGET))
-        found.append(ratio(f"  while one comes by {short} every {_EVERY_S:g} s, of it", every[name], every[_ALONE]))
+    alone = Figure(f"transfer: a decode step, {_SEQUENCES} sequences", "ms", tuple(every.pop(_ALONE)))
+    found: Findings = [alone]
+    for name, steps_ms in every.items():
+        target = "" if name.endswith(tuple(bares)) else _TARGET
+        found.append(ratio(f"  that meets {name}, of it", meeting[name], alone.samples, target))
+        found.append(ratio(f"  while that comes every {_EVERY_S:g} s, of it", steps_ms, alone.samples))
     return found
 
 
-async def _run(load: engine.Load, destination: Destination, transport: str) -> tuple[_Times, _Times]:
-    """Decodes, beside handoffs by a transport if one is named. Returns the steps that only decode, and the handoffs."""
+async def _run(load: engine.Load, prepare: _Move, move: _Move | None) -> tuple[_Times, _Times]:
+    """Decodes, beside blocks that are moved again and again if `move` is given. Returns when the steps that only
+    decode ran, and when blocks were moved."""
     steps: _Times = []
-    handoffs: _Times = []
+    moved: _Times = []
 
     def note(report: StepReport) -> None:
         if report.num_tokens == report.num_decodes == _SEQUENCES:
@@ -72,19 +88,19 @@ async def _run(load: engine.Load, destination: Destination, transport: str) -> t
 
     load.also = note
     running = asyncio.create_task(asyncio.to_thread(load.run, _SEQUENCES, _CONTEXT, _OUTPUT))
-    while transport and not running.done():
-        await destination.prepare()
+    while move is not None and not running.done():
+        await prepare()
         began_s = time.monotonic()
-        await destination.hand_over(transport)
-        handoffs.append((began_s, time.monotonic()))
+        await move()
+        moved.append((began_s, time.monotonic()))
         await asyncio.wait([running], timeout=_EVERY_S)
     await running
-    return steps, handoffs
+    return steps, moved
 
 
 def _mean_ms(times: _Times) -> float:
     return statistics.mean(ended_s - began_s for began_s, ended_s in times) * 1e3
 
 
-def _meets(step: tuple[float, float], handoffs: _Times) -> bool:
-    return any(began_s < step[1] and step[0] < ended_s for began_s, ended_s in handoffs)
+def _meets(step: tuple[float, float], moved: _Times) -> bool:
+    return any(began_s < step[1] and step[0] < ended_s for began_s, ended_s in moved)

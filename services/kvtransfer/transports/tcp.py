@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import secrets
 import socket
 import struct
@@ -37,6 +38,9 @@ PROBE = bytes(16)
 """The lease id of a request for bytes that are no block's: as many KiB as there would be blocks."""
 MAGIC = b"batonkv1"
 NONCE_BYTES = 32
+
+NUM_CONNECTIONS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+"""How many connections a fetch has: each needs a thread at both ends."""
 
 _MOST_BUFFERS = 1000
 """Buffers in one system call; the kernel takes 1024 (IOV_MAX)."""

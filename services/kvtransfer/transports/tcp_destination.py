@@ -10,7 +10,6 @@ Owns: the connections, and the threads that read on them. Never: which blocks ar
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl
 import threading
@@ -30,6 +29,7 @@ from services.kvtransfer.transports.tcp import (
     GREETING,
     INTRODUCTION,
     MAGIC,
+    NUM_CONNECTIONS,
     PROBE,
     PROOF_BYTES,
     REQUEST,
@@ -51,8 +51,6 @@ from services.kvtransfer.transports.tcp_tls import (
 from services.kvtransfer.wire import Announced
 from services.rpc.certificates import Certificates
 
-NUM_CONNECTIONS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
-"""How many connections a fetch has: each needs a thread at both ends."""
 _NUM_ASKED = 2
 """How many copies there may be on a connection at once: while one comes, the source knows what comes next."""
 _IDLE_S = 60.0

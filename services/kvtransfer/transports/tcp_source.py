@@ -33,6 +33,7 @@ from services.kvtransfer.transports.tcp import (
     GREETING,
     INTRODUCTION,
     MAGIC,
+    NUM_CONNECTIONS,
     PROBE,
     REFUSED,
     REQUEST,
@@ -48,13 +49,13 @@ from services.rpc.certificates import Certificates
 
 log = logging.getLogger(__name__)
 
-LEAST_BYTES, MOST_BYTES = 4 << 20, 16 << 20
+LEAST_BYTES, MOST_BYTES = 16 << 20, 64 << 20
 """Between these are the bytes of blocks that one message announces, and one request asks for: each message takes both
 ends a millisecond of processor time, whatever its size. A destination acknowledges it whole; as long as bytes
 leave, the fetch does not stall."""
-_SHARE = 4
-"""A message announces one part in this many of what is left, so that a destination's connections, of which there are at
-most as many, end together (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
+_SHARE = max(2, NUM_CONNECTIONS)
+"""A message announces one part in this many of what is left, so that the connections of a destination on a host like
+this one end together (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
 MAX_CONNECTIONS = 256
 """The most connections of destinations that have been let in, by token or certificate. Further ones are refused."""
 MAX_STRANGERS = 32

@@ -19,10 +19,11 @@ from services.core.errors import (
     TransferFailed,
 )
 from services.kv.imports import ImportState
-from services.kvtransfer.transports import PROBE_BYTES, FetchName, tcp_destination, tcp_source
+from services.kvtransfer.transports import PROBE_BYTES, FetchName, tcp_source
 from services.kvtransfer.transports.tcp import (
     GREETING,
     INTRODUCTION,
+    NUM_CONNECTIONS,
     PROBE,
     PROOF_BYTES,
     REQUEST,
@@ -283,7 +284,7 @@ class TestBadSources:
             await until(lambda: order.import_.state is ImportState.FREED)
             assert order.import_.num_copies == 0
             await stuck.left.wait()
-            assert destination.sockets.num_idle == tcp_destination.NUM_CONNECTIONS - 1, "those that were not in use"
+            assert destination.sockets.num_idle == NUM_CONNECTIONS - 1, "those that were not in use"
             source.table.abort(order.lease_id, 0.0)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from services.core.errors import StaleIncarnation
 from services.core.ids import new_incarnation
-from services.kvtransfer.transports import tcp_destination, tcp_source
+from services.kvtransfer.transports import tcp_source
+from services.kvtransfer.transports.tcp import NUM_CONNECTIONS
 from tests.support import kv_harness
 from tests.support.kv_harness import LAYOUT, Destination, Source, running, until
 from tests.support.kv_memory import Gate
@@ -23,8 +24,8 @@ class TestConnections:
         async with running(source, destination):
             for _ in range(3):
                 assert (await destination.fetch(source, source.lease(40, sealed=True), transport="tcp")).ready
-                await until(lambda: destination.sockets.num_idle == tcp_destination.NUM_CONNECTIONS)
-            assert source.tcp.num_connections == tcp_destination.NUM_CONNECTIONS
+                await until(lambda: destination.sockets.num_idle == NUM_CONNECTIONS)
+            assert source.tcp.num_connections == NUM_CONNECTIONS
 
     async def test_they_block_again_after_the_event_loop_has_watched_them(self) -> None:
         """Tests it on uvloop, as all here: it makes the sockets that it watches non-blocking."""
@@ -38,7 +39,7 @@ class TestConnections:
                 source.seal(lease)
                 assert (await fetch).ready
                 assert destination.holds(order.targets) == source.expected(lease)
-                await until(lambda: destination.sockets.num_idle == tcp_destination.NUM_CONNECTIONS)
+                await until(lambda: destination.sockets.num_idle == NUM_CONNECTIONS)
                 for connection in next(iter(destination.sockets._idle.values())):
                     assert not os.get_blocking(connection.fileno()), "uvloop watches it"
             for connection in destination.sockets._take(source.incarnation):
@@ -61,7 +62,7 @@ class TestConnections:
             order = destination.order(source, lease, transport="tcp")
             fetch = destination.start(order)
             await gate.entered()
-            await until(lambda: order.import_.num_copies == 2 * tcp_destination.NUM_CONNECTIONS)
+            await until(lambda: order.import_.num_copies == 2 * NUM_CONNECTIONS)
             destination.memory.gate = None
             gate.open()
             assert (await fetch).ready

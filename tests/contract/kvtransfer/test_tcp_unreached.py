@@ -12,8 +12,8 @@ from services.kvtransfer import connecting
 from services.kvtransfer.client import FetchOutcome
 from services.kvtransfer.transports import PROBE_BYTES
 from services.kvtransfer.transports.grpc import GrpcDestination
-from services.kvtransfer.transports.tcp import Connection
-from services.kvtransfer.transports.tcp_destination import NUM_CONNECTIONS, TcpCopier
+from services.kvtransfer.transports.tcp import NUM_CONNECTIONS, Connection
+from services.kvtransfer.transports.tcp_destination import TcpCopier
 from tests.support.kv_harness import LAYOUT, Destination, Source, running, until
 from tests.support.kv_memory import Gate
 from tests.support.stuck_source import Stuck
