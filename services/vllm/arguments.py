@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -47,6 +48,8 @@ REFUSED = {
 }
 """Arguments of vLLM that a worker does not take, and why. A star stands for any ending."""
 
+_SIZES = "tensor_parallel_size", "pipeline_parallel_size"
+"""Those by which vLLM divides the model among ranks."""
 _BACKENDS = "mp", "uni"
 """Those of `distributed_executor_backend` whose ranks are processes below the worker, which their keeper ends."""
 
@@ -76,6 +79,9 @@ def engine_arguments(config: EngineConfig, given: Mapping[str, str]) -> dict[str
             f"--engine-arg: distributed_executor_backend={printable(backend)} is not for a worker to take: its ranks "
             f"share memory with the worker and end with it, as those of {' and '.join(_BACKENDS)} do"
         )
+    for name in _SIZES:
+        if type(size := _value(given.get(name, "1"))) is not int or size < 1:
+            raise ConfigError(f"--engine-arg: {name}={printable(given[name])} must be a positive number")
     chosen = {
         "block_size": config.block_size or None,
         "num_gpu_blocks_override": None if config.num_blocks is None else config.num_blocks + 1,  # one is vLLM's own
@@ -163,7 +169,7 @@ def core_environment(
 
 def num_ranks_of(arguments: Mapping[str, Any]) -> int:
     """Returns among how many processes vLLM divides the model."""
-    return int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+    return math.prod(arguments.get(name, 1) for name in _SIZES)
 
 
 def _gpu(number: str, visible: str | None) -> str:

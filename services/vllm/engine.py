@@ -227,21 +227,24 @@ class VllmEngine(PoolFace):
         further: Iterable[tuple[Sequence, int]] = (),
         spare: Iterable[int] = (),
     ) -> None:
-        prefix, block_ids, spare = list(prefix), list(block_ids), list(spare)
+        block_ids, spare = list(block_ids), list(spare)
         hash_prompt(sequence, self.info.block_size)
         with self._lock:
-            num_held = len(prefix) + len(block_ids) + len(spare)
-            # An adopted lease of this worker's own comes without blocks to grow into.
-            grown = self._pool.allocate(max(0, self._num_needed(sequence) - num_held), Holder.SEQUENCE)
             self._pool.transfer([*block_ids, *spare], holder, Holder.SEQUENCE)
             num_tokens = len(sequence.token_ids)
-            run = _Run(sequence, [*prefix, *block_ids, *spare, *grown], num_imported=num_tokens, num_exported=0)
+            run = _Run(sequence, [*prefix, *block_ids, *spare], num_imported=num_tokens, num_exported=0)
             self._index(run, num_tokens)
-            sequence.num_computed = num_tokens
             sequence.token_ids.append(first_token)
-            self._begin(run)
+            num_grown = max(0, self._num_needed(sequence) - len(run.block_ids))
+            if num_grown <= self._pool.num_available:
+                # An adopted lease of this worker's own comes without blocks to grow into.
+                run.block_ids += self._pool.allocate(num_grown, Holder.SEQUENCE)
+                self._begin(run)
+            else:  # it waits for them as its further ones do, and holds none meanwhile
+                self._pool.release(run.block_ids, Holder.SEQUENCE)
+                self._waiting[sequence.seq_id] = sequence
             for each, token_id in further:
-                # They compute the rest of the prompt again: its full blocks are in the prefix cache.
+                # Who waits computes the rest of the prompt again: its full blocks are in the prefix cache.
                 each.token_ids.append(token_id)
                 self._waiting[each.seq_id] = each
         self._process.wake()

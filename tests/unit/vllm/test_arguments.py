@@ -43,6 +43,14 @@ def test_ranks_below_the_worker_are_taken(backend: str) -> None:
     assert arguments["distributed_executor_backend"] == backend.strip('"')
 
 
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("text", ["0", "-1", "two", "null", "1.5", "[2]", "true"])
+def test_a_number_of_ranks_that_is_none_is_refused(name: str, text: str) -> None:
+    """Cores are divided among them before vLLM has looked at it."""
+    with pytest.raises(ConfigError, match=f"^--engine-arg: {name}=.* must be a positive number$"):
+        engine_arguments(CONFIG, {name: text})
+
+
 def test_any_other_is_passed_on_as_json_or_as_a_word() -> None:
     given = {"tensor_parallel_size": "2", "kv_cache_dtype": "fp8", "enforce_eager": "true", "hf_overrides": '{"a": 1}'}
     arguments = engine_arguments(CONFIG, given)
