@@ -105,6 +105,12 @@ class _Run:
     """Whether no event of it comes any more."""
 
     @property
+    def will_be_leased(self) -> bool:
+        """Says whether a lease gets its blocks when vLLM begins with it."""
+        sequence = self.sequence
+        return sequence.mode is Mode.PREFILL_ONLY and sequence.admitted_s is None and not self.is_over
+
+    @property
     def needs_more(self) -> bool:
         """Says whether the sampler tells more of each token than vLLM can."""
         return self.sequence.sampling.num_logprobs is not None or bool(self.sequence.further)
@@ -540,8 +546,9 @@ class VllmEngine(PoolFace):
         prefix = pool.match_prefix(cacheable_prefix(sequence, block_size))
         num_needed = self._num_needed(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
-            ledger = pool.ledger()
-            if ledger.leased and ledger.leased + num_needed > self._max_leased:
+            to_come = sum(len(run.block_ids) for run in self._runs.values() if run.will_be_leased)
+            leased = pool.ledger().leased + to_come
+            if leased and leased + num_needed > self._max_leased:
                 return False
         pool.acquire(prefix, Holder.SEQUENCE)
         try:

@@ -37,9 +37,9 @@ def vllm(tmp_path: Path) -> Iterator[ToldVllm]:
         vllm.engine.check_idle()
 
 
-def new_sequence(vllm: ToldVllm, seq_id: int, *, max_tokens: int = 9) -> Sequence:
+def new_sequence(vllm: ToldVllm, seq_id: int, *, max_tokens: int = 9, mode: Mode = Mode.GENERATE) -> Sequence:
     stopping = StoppingParams(max_tokens)
-    return Sequence(seq_id, list(PROMPT), len(PROMPT), SamplingParams(), stopping, vllm.clock.now())
+    return Sequence(seq_id, list(PROMPT), len(PROMPT), SamplingParams(), stopping, vllm.clock.now(), mode=mode)
 
 
 def passed_on(vllm: ToldVllm, seq_id: int = 1) -> Sequence:
@@ -85,6 +85,29 @@ def test_an_adopted_lease_waits_for_blocks_to_grow_into_and_holds_none(vllm: Tol
     assert not vllm.events, "it was admitted with its lease"
     engine.abort(1)
     vllm.tell(vllm.ranks[0], messages.GONE, ids=[1])
+
+
+def test_leases_leave_half_of_a_mixed_workers_pool_also_to_prompts_that_come_at_once(tmp_path: Path) -> None:
+    """What vLLM has not begun with has no lease yet, and will have one."""
+    with ToldVllm(tmp_path, num_blocks=8, limit_leased_blocks=True) as vllm:
+        for seq_id in (1, 2):
+            vllm.engine.add(new_sequence(vllm, seq_id, mode=Mode.PREFILL_ONLY))
+        vllm.settle()
+        assert [message["id"] for message in vllm.sent] == [1]
+        vllm.tell(vllm.core, messages.STEP, begun=[[1, 0]], preempted=[])
+        assert len(vllm.sent) == 1
+        (lease,) = vllm.events
+        assert isinstance(lease, Admitted)
+        vllm.engine.release(lease.block_ids, Holder.LEASE)
+        vllm.settle()
+        assert [message["id"] for message in vllm.sent] == [1, 2]
+
+
+def test_each_rank_has_its_own_part_of_a_slot(tmp_path: Path) -> None:
+    with ToldVllm(tmp_path, num_ranks=2) as vllm:
+        first, second = vllm.forms
+        assert first["offset"] == 0
+        assert second["offset"] * 2 == first["slot_bytes"] == second["slot_bytes"] == vllm.engine.cache.block_bytes
 
 
 class Scheduler:
