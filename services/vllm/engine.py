@@ -105,6 +105,12 @@ class _Run:
     """Whether no event of it comes any more."""
 
     @property
+    def will_be_leased(self) -> bool:
+        """Says whether a lease gets its blocks when vLLM begins with it."""
+        sequence = self.sequence
+        return sequence.mode is Mode.PREFILL_ONLY and sequence.admitted_s is None and not self.is_over
+
+    @property
     def needs_more(self) -> bool:
         """Says whether the sampler tells more of each token than vLLM can."""
         return self.sequence.sampling.num_logprobs is not None or bool(self.sequence.further)
@@ -227,21 +233,24 @@ class VllmEngine(PoolFace):
         further: Iterable[tuple[Sequence, int]] = (),
         spare: Iterable[int] = (),
     ) -> None:
-        prefix, block_ids, spare = list(prefix), list(block_ids), list(spare)
+        block_ids, spare = list(block_ids), list(spare)
         hash_prompt(sequence, self.info.block_size)
         with self._lock:
-            num_held = len(prefix) + len(block_ids) + len(spare)
-            # An adopted lease of this worker's own comes without blocks to grow into.
-            grown = self._pool.allocate(max(0, self._num_needed(sequence) - num_held), Holder.SEQUENCE)
             self._pool.transfer([*block_ids, *spare], holder, Holder.SEQUENCE)
             num_tokens = len(sequence.token_ids)
-            run = _Run(sequence, [*prefix, *block_ids, *spare, *grown], num_imported=num_tokens, num_exported=0)
+            run = _Run(sequence, [*prefix, *block_ids, *spare], num_imported=num_tokens, num_exported=0)
             self._index(run, num_tokens)
-            sequence.num_computed = num_tokens
             sequence.token_ids.append(first_token)
-            self._begin(run)
+            num_grown = max(0, self._num_needed(sequence) - len(run.block_ids))
+            if num_grown <= self._pool.num_available:
+                # An adopted lease of this worker's own comes without blocks to grow into.
+                run.block_ids += self._pool.allocate(num_grown, Holder.SEQUENCE)
+                self._begin(run)
+            else:  # it waits for them as its further ones do, and holds none meanwhile
+                self._pool.release(run.block_ids, Holder.SEQUENCE)
+                self._waiting[sequence.seq_id] = sequence
             for each, token_id in further:
-                # They compute the rest of the prompt again: its full blocks are in the prefix cache.
+                # Who waits computes the rest of the prompt again: its full blocks are in the prefix cache.
                 each.token_ids.append(token_id)
                 self._waiting[each.seq_id] = each
         self._process.wake()
@@ -532,8 +541,9 @@ class VllmEngine(PoolFace):
         prefix = pool.match_prefix(cacheable_prefix(sequence, block_size))
         num_needed = self._num_needed(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
-            ledger = pool.ledger()
-            if ledger.leased and ledger.leased + num_needed > self._max_leased:
+            to_come = sum(len(run.block_ids) for run in self._runs.values() if run.will_be_leased)
+            leased = pool.ledger().leased + to_come
+            if leased and leased + num_needed > self._max_leased:
                 return False
         pool.acquire(prefix, Holder.SEQUENCE)
         try:

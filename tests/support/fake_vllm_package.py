@@ -58,6 +58,8 @@ def _modules() -> dict[str, ModuleType]:
             "KVConnectorRole": Role,
             "KVConnectorTransferResults": TransferResults,
         },
+        "vllm": {"SamplingParams": SimpleNamespace},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA=1)},
         "vllm.config": {
             "get_current_vllm_config_or_none": lambda: None,
             "get_layers_from_vllm_config": lambda config, kind: {},

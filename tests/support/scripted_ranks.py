@@ -45,7 +45,6 @@ class Rank:
         self._slots = mmap.mmap(descriptor, memory["num_slots"] * memory["slot_bytes"])
         self._slot_bytes, self._offset = memory["slot_bytes"], memory["offset"]
         os.close(descriptor)
-        self._link.watch()
         self._link.send(messages.MAPPED)
 
     def _share(self) -> None:

@@ -103,7 +103,6 @@ def run_core(path: str, engine: dict[str, Any], front: Pipe, controls: Controls)
             its.close()
             ranks.append(OtherRank(Pipe(mine)))
     link = Link(path, messages.CORE)
-    link.watch()
     if num_ranks == 1:
         ranks.append(Rank(path, 0, 1, num_blocks, block_size, controls))
     for rank in ranks:

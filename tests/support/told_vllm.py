@@ -28,11 +28,21 @@ _TOKEN_BYTES = 8
 class ToldVllm:
     """Is in the place of an `EngineProcess`, as a context that ends it. `engine` is the adapter over it."""
 
-    def __init__(self, folder: Path, *, num_ranks: int = 1, num_blocks: int = 40, max_num_seqs: int = 8) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_ranks: int = 1,
+        num_blocks: int = 40,
+        max_num_seqs: int = 8,
+        limit_leased_blocks: bool = False,
+    ) -> None:
         (folder / "config.json").write_text("{}")
         self.clock = ManualClock()
         self.sent: list[JsonMessage] = []
         """What the front was told."""
+        self.forms: list[JsonMessage] = []
+        """What the ranks were told of the slots' memory, each once."""
         self.events: list[SequenceEvent] = []
         self.front, self.core = self._process(messages.FRONT), self._process(messages.CORE)
         self.ranks = [self._process(messages.RANK, rank) for rank in range(num_ranks)]
@@ -45,7 +55,13 @@ class ToldVllm:
             self.tell(rank, messages.MAPPED)
         self.tell(self.front, messages.READY, **_facts(num_ranks))
         start.wait()
-        config = EngineConfig(str(folder), "told", num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+        config = EngineConfig(
+            str(folder),
+            "told",
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            limit_leased_blocks=limit_leased_blocks,
+        )
         self.engine = VllmEngine(config, start, self.clock)
         self.engine.start(self._report)
 
@@ -95,7 +111,7 @@ class ToldVllm:
         self.sent.append(message)
 
     def send_descriptor(self, peer: VllmProcess, message: JsonMessage, fd: int) -> None:
-        pass
+        self.forms.append(message["memory"])
 
     def wake(self) -> None:
         self._told.put([])

@@ -102,7 +102,6 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._failed: set[str] = set()
         else:
             self._link = Link(path, messages.CORE)
-            self._link.watch()
             self._requests: dict[str, _Request] = {}
             self._loads: list[Copy] = []
             self._step: dict[str, Any] = {"num_sequences": 0}
@@ -137,7 +136,6 @@ class BatonConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         message, descriptor = self._link.receive_with_descriptor()
         self._part.map(descriptor, **message["memory"])
-        self._link.watch()
         self._link.send(messages.MAPPED)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -53,17 +52,8 @@ class Link:
         (descriptor,) = descriptors
         return message, descriptor
 
-    def watch(self) -> None:
-        """Ends this process when the worker is gone. For one that is sent nothing more."""
-        threading.Thread(target=self._watch, name="baton-watch", daemon=True).start()
-
-    def _watch(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.recv(1)
-        _end()
-
     def _beat(self) -> None:
-        while True:
+        while True:  # until there is no worker: so a process that is sent nothing ends too
             time.sleep(messages.BEAT_S)
             self.send(messages.BEAT)
 

@@ -63,6 +63,15 @@ async def test_many_at_once(model: Path, vllm: ScriptedVllm, roles: list[Roles])
     assert [answer.token_ids for answer in answers] == [said(prompt) for prompt in prompts]
 
 
+async def test_a_mixed_worker_that_has_no_room_for_all_outputs_loses_none(model: Path, vllm: ScriptedVllm) -> None:
+    """What it adopts of its own prompts waits until others have ended."""
+    prompts = [[each + 5, *PROMPT[: 7 * each]] for each in range(12)]
+    async with running_cluster(model, [MIXED], load=vllm.load, max_num_seqs=8, kv_blocks=40) as cluster:
+        answers = await asyncio.gather(*(cluster.greedy(prompt, 200) for prompt in prompts))
+        assert not cluster.workers[0].tally.internal_errors
+    assert [answer.token_ids for answer in answers] == [said(prompt, 200) for prompt in prompts]
+
+
 async def test_the_slots_are_a_prefix_cache_on_both_sides(model: Path, vllm: ScriptedVllm) -> None:
     async with running_cluster(model, SPLIT, load=vllm.load) as cluster:
         for length in (100, 100, 96, 130):

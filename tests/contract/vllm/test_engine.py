@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.core.errors import InvalidRequest, Overloaded, StepFailed, UnsupportedModel
+from services.core.errors import InvalidRequest, StepFailed, UnsupportedModel
 from services.engine.schedule.sequence import (
     Admitted,
     Failed,
@@ -25,7 +25,6 @@ from services.engine.schedule.sequence import (
 from services.kv.handoff_admission import EngineRoom
 from services.kv.pool import Holder
 from services.vllm import messages
-from tests.support.blocks import lent
 from tests.support.footprint import children_left
 from tests.support.scripted_memory import script
 from tests.support.scripted_vllm_engine import VOCAB_SIZE, Driver, ScriptedVllm, engine_config
@@ -210,20 +209,6 @@ def test_who_hands_a_sequence_over_does_not_wait_until_it_is_encoded(
     driver.idle()
     assert threads
     assert threading.current_thread() not in threads
-
-
-def test_an_adoption_without_room_changes_nothing(driver: Driver) -> None:
-    other = driver.engine.reserve(driver.sequence(PROMPT, 300), no_check)
-    lease = driver.sequence(PROMPT[:100], 400)
-    driver.engine.hash_prompt(lease)
-    held = lent(driver.engine, 7)
-    with pytest.raises(Overloaded):
-        driver.engine.adopt(lease, [], held, 9, Holder.LEASE)
-    assert driver.engine.stats().ledger.leased == 7
-    assert lease.token_ids == PROMPT[:100]
-    driver.engine.release(held, Holder.LEASE)
-    driver.engine.release([*other.fresh, *other.spare], Holder.IMPORT)
-    driver.idle()
 
 
 def test_what_can_never_run_fails_and_the_next_one_runs(driver: Driver) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,14 @@ def vllm(tmp_path: Path) -> Iterator[ToldVllm]:
         vllm.engine.check_idle()
 
 
+def new_sequence(vllm: ToldVllm, seq_id: int, *, max_tokens: int = 9, mode: Mode = Mode.GENERATE) -> Sequence:
+    stopping = StoppingParams(max_tokens)
+    return Sequence(seq_id, list(PROMPT), len(PROMPT), SamplingParams(), stopping, vllm.clock.now(), mode=mode)
+
+
 def passed_on(vllm: ToldVllm, seq_id: int = 1) -> Sequence:
     """Returns a sequence that vLLM has begun with."""
-    sequence = Sequence(seq_id, list(PROMPT), len(PROMPT), SamplingParams(), StoppingParams(9), vllm.clock.now())
+    sequence = new_sequence(vllm, seq_id)
     vllm.engine.add(sequence)
     vllm.settle()
     vllm.tell(vllm.core, messages.STEP, begun=[[seq_id, 0]], preempted=[])
@@ -57,6 +62,52 @@ def test_a_step_that_does_not_end_shows_also_when_nobody_waits_for_it_any_more(v
     vllm.tell(vllm.ranks[0], messages.GONE, ids=[sequence.seq_id])
     vllm.clock.advance(7.0)
     assert vllm.engine.stats().current_step_ms == 0.0, "nothing is to be computed"
+
+
+def test_an_adopted_lease_waits_for_blocks_to_grow_into_and_holds_none(vllm: ToldVllm) -> None:
+    """Its lease has those of the prompt alone, and whoever has the others may need long."""
+    engine, adopted = vllm.engine, new_sequence(vllm, 1, max_tokens=100)
+    lease = engine.reserve(adopted, lambda num_fresh, room: None)
+    engine.release(lease.spare, Holder.IMPORT)
+    others = [engine.reserve(new_sequence(vllm, 2, max_tokens=999), lambda num_fresh, room: None) for _ in range(2)]
+    engine.adopt(adopted, [], lease.fresh, 7, Holder.IMPORT)
+    vllm.settle()
+    assert not vllm.sent
+    stats = engine.stats()
+    assert (stats.num_waiting, stats.ledger.active) == (1, 0)
+    for other in others:
+        engine.release([*other.fresh, *other.spare], Holder.IMPORT)
+    vllm.settle()
+    (passed,) = vllm.sent
+    assert passed["tokens"] == [*PROMPT, 7]
+    assert passed["kv"]["num_imported"] == 32, "the full blocks of its prompt were kept"
+    vllm.tell(vllm.core, messages.STEP, begun=[[1, 32]], preempted=[])
+    assert not vllm.events, "it was admitted with its lease"
+    engine.abort(1)
+    vllm.tell(vllm.ranks[0], messages.GONE, ids=[1])
+
+
+def test_leases_leave_half_of_a_mixed_workers_pool_also_to_prompts_that_come_at_once(tmp_path: Path) -> None:
+    """What vLLM has not begun with has no lease yet, and will have one."""
+    with ToldVllm(tmp_path, num_blocks=8, limit_leased_blocks=True) as vllm:
+        for seq_id in (1, 2):
+            vllm.engine.add(new_sequence(vllm, seq_id, mode=Mode.PREFILL_ONLY))
+        vllm.settle()
+        assert [message["id"] for message in vllm.sent] == [1]
+        vllm.tell(vllm.core, messages.STEP, begun=[[1, 0]], preempted=[])
+        assert len(vllm.sent) == 1
+        (lease,) = vllm.events
+        assert isinstance(lease, Admitted)
+        vllm.engine.release(lease.block_ids, Holder.LEASE)
+        vllm.settle()
+        assert [message["id"] for message in vllm.sent] == [1, 2]
+
+
+def test_each_rank_has_its_own_part_of_a_slot(tmp_path: Path) -> None:
+    with ToldVllm(tmp_path, num_ranks=2) as vllm:
+        first, second = vllm.forms
+        assert first["offset"] == 0
+        assert second["offset"] * 2 == first["slot_bytes"] == second["slot_bytes"] == vllm.engine.cache.block_bytes
 
 
 class Scheduler:
@@ -159,7 +210,7 @@ class Clients:
         self._vllm, self._randomness = vllm, randomness
         self._ids = itertools.count(1)
         self._living: dict[int, Sequence] = {}
-        self._modes: dict[int, Mode] = {}
+        self._made: dict[int, Sequence] = {}
         self._given_up: dict[int, int] = {}
         """How many events there were at the time."""
         self._num_ended = 0
@@ -169,7 +220,7 @@ class Clients:
         if chance < 0.3 and (known := sorted(self._living.keys() - self._unborn())):
             self._give_up(self._randomness.choice(known))
         elif chance < 0.5:
-            self.end_leases()
+            self.end_leases(self._adopt_lease)
         elif chance < 0.7:
             self._adopt()
         else:
@@ -186,15 +237,28 @@ class Clients:
             self._give_up(seq_id)
         self._vllm.settle()
 
-    def end_leases(self) -> None:
+    def end_leases(self, adopt: Callable[[Admitted], bool] = lambda admitted: False) -> None:
+        """Releases the leases that `adopt` does not adopt."""
         events, self._num_ended = self._vllm.events[self._num_ended :], len(self._vllm.events)
         for event in events:
-            if isinstance(event, Admitted) and self._modes[event.seq_id] is Mode.PREFILL_ONLY:
+            if isinstance(event, Admitted) and self._made[event.seq_id].mode is Mode.PREFILL_ONLY and not adopt(event):
                 self._vllm.engine.release(event.block_ids, Holder.LEASE)
+
+    def _adopt_lease(self, lease: Admitted) -> bool:
+        """Goes on from a lease of this engine's own if its token is known and does not end it."""
+        source = self._made[lease.seq_id]
+        said = [event for event in self._vllm.events if isinstance(event, Token) and event.seq_id == lease.seq_id]
+        if not said or said[0].finish is not None:
+            return False
+        sequence = self._new(Mode.GENERATE)
+        sequence.token_ids = source.token_ids[: source.num_prompt_tokens]
+        sequence.num_prompt_tokens, sequence.stopping = source.num_prompt_tokens, source.stopping
+        self._vllm.engine.adopt(sequence, [], lease.block_ids, said[0].token.token_id, Holder.LEASE)
+        return True
 
     def check(self) -> None:
         """Asserts that each was admitted at most once and then said, and that nothing came after an end."""
-        for seq_id in self._modes:
+        for seq_id in self._made:
             found = [(at, event) for at, event in enumerate(self._vllm.events) if event.seq_id == seq_id]
             assert sum(isinstance(event, Admitted) for _, event in found) <= 1
             ends = [isinstance(event, Failed) or getattr(event, "finish", None) is not None for _, event in found]
@@ -212,12 +276,12 @@ class Clients:
     def _new(self, mode: Mode) -> Sequence:
         length = self._randomness.choice([1, 16, 40, 120])
         prompt = [self._randomness.randrange(2)] * length  # so that prefixes are common
-        max_tokens = self._randomness.choice([1, 2, 6])
+        max_tokens = self._randomness.choice([1, 2, 6, 90])
         sequence = Sequence(
             next(self._ids), prompt, length, SamplingParams(), StoppingParams(max_tokens), 0.0, mode=mode
         )
         self._living[sequence.seq_id] = sequence
-        self._modes[sequence.seq_id] = mode
+        self._made[sequence.seq_id] = sequence
         return sequence
 
     def _add(self) -> None:
