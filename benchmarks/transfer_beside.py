@@ -25,7 +25,6 @@ _SEQUENCES, _CONTEXT, _OUTPUT = 8, 256, 96
 _TOKENS = 2048
 _EVERY_S = 0.5
 """Seconds from the end of one handoff to the next: about as a prefill worker on such a machine sends them."""
-_ALONE = ""
 _TARGET = "≤ 1.03"
 
 _Move = Callable[[], Awaitable[object]]
@@ -49,36 +48,35 @@ async def _measure(load: engine.Load, repeats: int) -> Findings:
     pool = new_pool(SMOLLM2, num_blocks)
     async with RemoteSource(SMOLLM2, num_blocks) as source:
         destination = Destination(SMOLLM2, pool, source)
-        moves: dict[str, _Move | None] = {_ALONE: None}
-        for name in destination.transports:
-            if name.endswith(CHECKED):
-                moves["a handoff by " + name.removesuffix(CHECKED)] = partial(destination.hand_over, name)
+        handoffs = [name for name in destination.transports if name.endswith(CHECKED)]
         bares = {name: bare for name, make in BARE.items() if (bare := await make(source, pool)) is not None}
+        moves: dict[str, _Move] = {
+            "a handoff by " + name.removesuffix(CHECKED): partial(destination.hand_over, name) for name in handoffs
+        }
         moves |= {f"the same bytes by {name}": bare.move for name, bare in bares.items()}
-        every: dict[str, list[float]] = {name: [] for name in moves}
-        meeting: dict[str, list[float]] = {name: [] for name in moves}
+        apart_ms: dict[str, list[float]] = {name: [] for name in moves}
+        meeting_ms: dict[str, list[float]] = {name: [] for name in moves}
         for number in range(repeats + 1):
             for name, move in moves.items():
                 steps, moved = await _run(load, destination.prepare, move)
                 if number:
-                    every[name].append(_mean_ms(steps))
-                    meeting[name].append(_mean_ms([step for step in steps if _meets(step, moved)] or steps))
+                    apart_ms[name].append(_mean_ms([step for step in steps if not _meets(step, moved)]))
+                    meeting_ms[name].append(_mean_ms([step for step in steps if _meets(step, moved)]))
         for bare in bares.values():
             await bare.close()
         await destination.close()
     pool.close()
-    alone = Figure(f"transfer: a decode step, {_SEQUENCES} sequences", "ms", tuple(every.pop(_ALONE)))
-    found: Findings = [alone]
-    for name, steps_ms in every.items():
+    alone = [statistics.median(of_round) for of_round in zip(*apart_ms.values(), strict=True)]
+    found: Findings = [Figure(f"transfer: a decode step, {_SEQUENCES} sequences", "ms", tuple(alone))]
+    for name in moves:
         target = "" if name.endswith(tuple(bares)) else _TARGET
-        found.append(ratio(f"  that meets {name}, of it", meeting[name], alone.samples, target))
-        found.append(ratio(f"  while that comes every {_EVERY_S:g} s, of it", steps_ms, alone.samples))
+        found.append(ratio(f"  that meets {name}, of the others beside it", meeting_ms[name], apart_ms[name], target))
     return found
 
 
-async def _run(load: engine.Load, prepare: _Move, move: _Move | None) -> tuple[_Times, _Times]:
-    """Decodes, beside blocks that are moved again and again if `move` is given. Returns when the steps that only
-    decode ran, and when blocks were moved."""
+async def _run(load: engine.Load, prepare: _Move, move: _Move) -> tuple[_Times, _Times]:
+    """Decodes, beside blocks that are moved again and again. Returns when the steps that only decode ran, and when
+    blocks were moved."""
     steps: _Times = []
     moved: _Times = []
 
@@ -88,7 +86,7 @@ async def _run(load: engine.Load, prepare: _Move, move: _Move | None) -> tuple[_
 
     load.also = note
     running = asyncio.create_task(asyncio.to_thread(load.run, _SEQUENCES, _CONTEXT, _OUTPUT))
-    while move is not None and not running.done():
+    while not running.done():
         await prepare()
         began_s = time.monotonic()
         await move()
