@@ -4,7 +4,8 @@ writes a result file.
 router      what placing requests costs the router's event loop; thousands of streams on each front; two routers of one
 engine      one stream, a long prompt, a batch; step time over batch and context
 transfer    KV blocks from process to process by every transport, against a copy in memory, a bare socket, bare gRPC and
-            bare NIXL; decode steps beside handoffs
+            bare NIXL
+beside      decode steps beside handoffs by every transport, and beside the same bytes moved bare
 split       prefill and decode apart against together, at equal cores: prompts beside streams, and a replayed trace
 serve       streams over gRPC and HTTP against the engine alone, on one core
 end_to_end  a cluster's start, handoffs of long prompts, memory
@@ -52,7 +53,7 @@ from benchmarks.wrong_keys import measure as wrong_keys
 from services.cli.model_names import resolve_model
 from services.core.process_config import DEFAULT_MODEL
 
-BY_DEFAULT = ("router", "engine", "transfer", "split", "serve", "end_to_end", "overload", "tracing")
+BY_DEFAULT = ("router", "engine", "transfer", "beside", "split", "serve", "end_to_end", "overload", "tracing")
 NAMES = (
     *BY_DEFAULT,
     "dtype",
@@ -148,6 +149,7 @@ def _with_model(chosen: list[str], arguments: argparse.Namespace, result: Result
     print(f"{name} in {precision}", flush=True)
     if "transfer" in chosen:
         result.add(transfer.measure(repeats))
+    if "beside" in chosen:
         result.add(transfer_beside.measure(model, precision, arguments.threads, repeats))
     if "engine" in chosen:
         result.add(engine.measure(model, precision, arguments.threads, repeats, read(WorkSettings, arguments)))
