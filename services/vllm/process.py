@@ -152,8 +152,6 @@ class EngineProcess:
     def run(self, absorb: Callable[[Received], None]) -> str:
         """Reads and writes until `stop`, or until a process of vLLM has ended or stands still. Returns why it ended; ""
         after `stop`. `absorb` is called with what has arrived, and after every `wake`.
-
-        vLLM's processes are gone when it returns.
         """
         try:
             while not self._stopping:
@@ -164,8 +162,6 @@ class EngineProcess:
         except Exception as error:
             logger.exception("the connection to vLLM has a defect")
             return f"the connection to vLLM has a defect: {error!r}"
-        finally:
-            self.end()
 
     def loaded(self) -> None:
         """Notes that vLLM has loaded its model: from now on none of its processes is silent for long."""

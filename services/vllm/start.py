@@ -55,8 +55,11 @@ class VllmStart:
         finally:
             if self.why_over and self._ready.is_set():  # before that `wait` raises it
                 logger.error("%s", self.why_over)
+            # Before all of vLLM is gone, which takes seconds on a busy machine: what ran here goes on elsewhere meanwhile.
             self.is_over.set()
             self._ready.set()
+            if self._process is not None:
+                self._process.end()
 
     def wait(self) -> None:
         """Waits until vLLM is ready. Raises UnsupportedModel if it has ended before."""

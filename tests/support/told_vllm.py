@@ -6,6 +6,7 @@ Each telling is taken in before `tell` returns, so that a test decides on the or
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -46,7 +47,10 @@ class ToldVllm:
         self.events: list[SequenceEvent] = []
         self.front, self.core = self._process(messages.FRONT), self._process(messages.CORE)
         self.ranks = [self._process(messages.RANK, rank) for rank in range(num_ranks)]
-        self._told: queue.Queue[Received | None] = queue.Queue()
+        self.can_end = threading.Event()
+        """Until it is set, what was to end has not."""
+        self.can_end.set()
+        self._told: queue.Queue[Received | str] = queue.Queue()
         self._is_over = False
         start = VllmStart(lambda: cast(Any, self))
         part = {"num_ranks": num_ranks, "num_blocks": num_blocks, "part_bytes": BLOCK * _TOKEN_BYTES // num_ranks}
@@ -82,6 +86,10 @@ class ToldVllm:
         """Has a process tell something."""
         self._take_in([(peer, {"kind": kind, "at": self.clock.now(), **fields})])
 
+    def fail(self, why: str) -> None:
+        """Has vLLM be unable to go on."""
+        self._told.put(why)
+
     def settle(self) -> None:
         """Returns when what was asked of the engine is done."""
         self._take_in([])
@@ -98,8 +106,8 @@ class ToldVllm:
             while True:
                 received = self._told.get()
                 try:
-                    if received is None:
-                        return ""
+                    if isinstance(received, str):
+                        return received
                     absorb(received)
                 finally:
                     self._told.task_done()
@@ -117,7 +125,10 @@ class ToldVllm:
         self._told.put([])
 
     def stop(self) -> None:
-        self._told.put(None)
+        self._told.put("")
+
+    def end(self) -> None:
+        self.can_end.wait()
 
     def loaded(self) -> None:
         pass

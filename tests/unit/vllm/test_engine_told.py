@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from pathlib import Path
@@ -101,6 +102,24 @@ def test_leases_leave_half_of_a_mixed_workers_pool_also_to_prompts_that_come_at_
         vllm.engine.release(lease.block_ids, Holder.LEASE)
         vllm.settle()
         assert [message["id"] for message in vllm.sent] == [1, 2]
+
+
+def test_a_defect_is_known_before_all_of_vllm_is_gone(tmp_path: Path) -> None:
+    """Streams go on elsewhere while the kernel takes back gigabytes; the worker's own end waits for that."""
+    with ToldVllm(tmp_path) as vllm:
+        vllm.can_end.clear()
+        joining, stopping = (threading.Thread(target=each) for each in (vllm.engine.join, vllm.engine.stop))
+        vllm.fail("a rank has ended")
+        joining.start()
+        joining.join(10.0)
+        assert not joining.is_alive()
+        assert (vllm.engine.alive, vllm.engine.why_over) == (False, "a rank has ended")
+        stopping.start()
+        stopping.join(0.1)
+        assert stopping.is_alive()
+        vllm.can_end.set()
+        stopping.join(10.0)
+        assert not stopping.is_alive()
 
 
 def test_each_rank_has_its_own_part_of_a_slot(tmp_path: Path) -> None:
