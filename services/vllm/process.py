@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 SILENT_S = 3.0
 """How long nothing is read from a process of vLLM before it counts as standing still, in seconds."""
+STOPPED_S = 1.0
+"""The same for one that is stopped, which goes on only where somebody continues it."""
 _LOADING_SILENT_S = 120.0
 """The same while it loads: imports and compilers keep the interpreter's lock."""
 _PIECE_BYTES = 1 << 18
@@ -297,16 +299,21 @@ class EngineProcess:
             return f"{min(self._ended, key=lambda peer: above.get(peer.who, 2))} has ended; its output says why"
         if status is not None:
             return "vLLM has ended; its output says why"
-        if now - before_s > SILENT_S / 2:  # this process was the one that stood still
+        if now - before_s > STOPPED_S:  # this process was the one that stood still
             self._keeper_ran_s = now
             for peer in self.peers:
                 peer.heard_s = now
-        if not _stands_still(self.keeper_pid):
+        if now - self._keeper_ran_s > messages.BEAT_S and not _is_stopped(self.keeper_pid):
             self._keeper_ran_s = now
-        silent = [str(peer) for peer in self.peers if now - peer.heard_s > self._silent_s]
-        if now - self._keeper_ran_s > SILENT_S:
-            silent.append(f"vLLM's keeper (pid {self.keeper_pid})")
-        return f"{silent[0]} stands still: nothing was heard of it for {self._silent_s:g} s" if silent else ""
+        for peer in self.peers:
+            silent_s = now - peer.heard_s
+            if silent_s > STOPPED_S and _is_stopped(peer.pid):
+                return f"{peer} stands still: it was stopped"
+            if silent_s > self._silent_s:
+                return f"{peer} stands still: nothing was heard of it for {self._silent_s:g} s"
+        if now - self._keeper_ran_s > STOPPED_S:
+            return f"vLLM's keeper (pid {self.keeper_pid}) stands still: it was stopped"
+        return ""
 
 
 def _private_folder() -> str:
@@ -322,6 +329,8 @@ def _sent_s(received: tuple[VllmProcess, JsonMessage]) -> float:
     return float(received[1]["at"])
 
 
-def _stands_still(child: int) -> bool:
-    """Returns whether a child of this process is stopped."""
-    return os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] == b"T"
+    except OSError:
+        return False
