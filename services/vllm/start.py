@@ -55,7 +55,7 @@ class VllmStart:
         finally:
             if self.why_over and self._ready.is_set():  # before that `wait` raises it
                 logger.error("%s", self.why_over)
-            # Before all of vLLM is gone, which takes seconds on a busy machine: what ran here goes on elsewhere meanwhile.
+            # Before all of vLLM is gone, which takes seconds on a busy machine: what ran here goes on elsewhere.
             self.is_over.set()
             self._ready.set()
             if self._process is not None:
