@@ -199,6 +199,12 @@ class StepFailed(BatonError):
     reason = "STEP_FAILED"
 
 
+class SequencePreempted(BatonError):
+    """An engine that does not compute it again has taken a sequence's blocks for others. Nobody is at fault."""
+
+    reason = "PREEMPTED"
+
+
 class ConfigError(BatonError):
     """A flag or environment variable is wrong. The message names it."""
 

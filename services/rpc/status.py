@@ -58,6 +58,7 @@ CODES: dict[type[errors.BatonError], grpc.StatusCode] = {
     # A client may try again later: the crashes need not be the request's fault. The router bounds each attempt.
     errors.WorkerFailed: _Code.UNAVAILABLE,
     errors.StepFailed: _Code.INTERNAL,
+    errors.SequencePreempted: _Code.ABORTED,
     errors.ConfigError: _Code.INTERNAL,
 }
 

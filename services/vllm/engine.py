@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from services.core.clock import Clock, MonotonicClock
-from services.core.errors import InvalidRequest, Overloaded, StepFailed, UnsupportedModel
+from services.core.errors import InvalidRequest, Overloaded, SequencePreempted, StepFailed, UnsupportedModel
 from services.core.hashing import BlockHash, num_blocks_for
 from services.core.start_progress import StartProgress, TellProgress, tell_nobody
 from services.engine.config import EngineConfig, EngineInfo, EngineStats, StepReport
@@ -428,7 +428,7 @@ class VllmEngine(PoolFace):
             if robbed is not None and not robbed.is_over:
                 events.append(Preempted(seq_id, message["at"]))
                 # Not `Overloaded`, which would be the client's to try again: it is replayed.
-                events.append(Failed(seq_id, StepFailed("vLLM took the sequence's blocks for others")))
+                events.append(Failed(seq_id, SequencePreempted("vLLM took the sequence's blocks for others")))
                 self._end(robbed)
         return events
 

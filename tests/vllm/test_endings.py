@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from services.core.errors import StepFailed
+from services.core.errors import SequencePreempted, StepFailed
 from services.core.hashing import num_blocks_for
 from services.engine.schedule.sequence import Mode, Preempted, Progress, Token
 from services.kv.pool import Holder
@@ -139,7 +139,7 @@ def test_a_sequence_whose_blocks_vllm_takes_fails_to_be_replayed(
         ids = [driver.submit(prompt, num_tokens) for prompt in prompts]
         outputs = driver.wait(*ids)
     [robbed] = [output for output in outputs if output.error is not None]
-    assert isinstance(robbed.error, StepFailed)
+    assert isinstance(robbed.error, SequencePreempted)
     assert [bool(events_of(driver, seq_id, Preempted)) for seq_id in ids] == [each is robbed for each in outputs]
     for prompt, output in zip(prompts, outputs, strict=True):
         answer = output.token_ids

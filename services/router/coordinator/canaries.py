@@ -18,7 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from services.core.errors import BatonError, DeadlineExceeded, Draining, ProtocolViolation, WrongOutput
+from services.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Draining,
+    ProtocolViolation,
+    SequencePreempted,
+    WrongOutput,
+)
 from services.router.coordinator.book import Book
 from services.router.coordinator.events import (
     DecodeAdmitted,
@@ -364,7 +371,7 @@ class Canaries:
         self._end(canary)
         is_source = canary.source is not None and canary.source.worker_id == worker.info.worker_id
         role = Role.PREFILL if is_source else Role.DECODE
-        if takes_no_more(self._book, worker.info, role, error, now):
+        if takes_no_more(self._book, worker.info, role, error, now) or isinstance(error, SequencePreempted):
             return
         if isinstance(error, FATAL):
             # The canary itself is at fault, for instance too long for the worker. The worker has answered: it is alive.

@@ -25,6 +25,7 @@ from services.core.errors import (
     Overloaded,
     ProtocolViolation,
     RoleGone,
+    SequencePreempted,
     StaleIncarnation,
     UnknownModel,
     UnsupportedModel,
@@ -509,14 +510,15 @@ def source_gone(book: Book, request: Request, now: float, outcome: str, *, cance
 
 
 def blame(book: Book, request: Request, leg: PlacedLeg, role: Role, error: BatonError, now: float) -> bool:
-    """Counts a failure against the worker and, unless that is a store, the request. Returns whether it counts.
-
-    It does not if the worker takes no such commands any more: it was told so while this one was on its way, and has
-    only refused.
+    """Counts a failure against the worker and, unless that is a store, the request. Returns whether the leg was lost,
+    and not only refused: by a worker that takes no such commands any more, and was told so while this one was on its
+    way.
     """
     worker = leg.worker
     if takes_no_more(book, worker, role, error, now):
         return False
+    if isinstance(error, SequencePreempted):  # the pool was too small for all
+        return True
     if worker.roles is not Role.STORE:  # its help is no condition: whatever befalls it must not use a request up
         _count(book, request, leg.leg, Crash(worker.worker_id, worker.incarnation, role, session_lost=False), now)
     book.workers.failed(worker.worker_id, f"{error.reason}: {error}", now)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.core.errors import InvalidRequest, StepFailed, UnsupportedModel
+from services.core.errors import InvalidRequest, SequencePreempted, StepFailed, UnsupportedModel
 from services.engine.schedule.sequence import (
     Admitted,
     Failed,
@@ -227,16 +227,16 @@ def test_what_can_never_run_fails_and_the_next_one_runs(driver: Driver) -> None:
     driver.idle()
 
 
-def test_a_failed_load_and_a_preempted_one_are_failed_steps(driver: Driver, vllm: ScriptedVllm) -> None:
+def test_a_failed_load_and_a_preempted_one_are_to_be_replayed(driver: Driver, vllm: ScriptedVllm) -> None:
     driver.add(PROMPT, 1)  # its prefix is loaded then
     driver.idle()
-    for control in ("fail-load", "preempt"):
+    for control, kind in (("fail-load", StepFailed), ("preempt", SequencePreempted)):
         vllm.controls.set(control)
         sequence = driver.add(PROMPT, 200)
         driver.until(lambda sequence=sequence: driver.is_over(sequence), control)
         event = driver.of(sequence)[-1]
         assert isinstance(event, Failed)
-        assert isinstance(event.error, StepFailed), "the request is replayed"
+        assert isinstance(event.error, kind)
         tokens = driver.said(sequence)
         assert tokens == said(PROMPT, len(tokens))
         driver.idle()

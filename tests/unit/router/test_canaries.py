@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from services.core.errors import BatonError, DeadlineExceeded, Draining, InvalidRequest, LeaseInvalid, StepFailed
+from services.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    LeaseInvalid,
+    SequencePreempted,
+    StepFailed,
+)
 from services.router.coordinator.events import (
     CancelLeg,
     DecodeAdmitted,
@@ -123,10 +131,11 @@ def test_one_canary_at_a_time(bench: Deep) -> None:
         (lambda leg: LegFailed(leg, BatonError("internal error")), 1),
         (lambda leg: LegFailed(leg, InvalidRequest("token_ids", "too long")), 0),
         (lambda leg: LegFailed(leg, Draining("bye")), 0),
+        (lambda leg: LegFailed(leg, SequencePreempted("full")), 0),
         (lambda leg: DecodeAdmitted(leg), 1),  # and then nothing, for 10 s
         (None, 1),
     ],
-    ids=["step failed", "internal", "too small for it", "draining", "hangs", "no answer"],
+    ids=["step failed", "internal", "too small for it", "draining", "preempted", "hangs", "no answer"],
 )
 def test_what_a_generation_says(answer: Callable[[int], Any] | None, expected: int) -> None:
     bench = Deep()

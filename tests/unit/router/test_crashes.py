@@ -7,6 +7,7 @@ import pytest
 
 from services.core.errors import (
     DeadlineExceeded,
+    SequencePreempted,
     StepFailed,
     TransferFailed,
     UnknownWorker,
@@ -23,6 +24,7 @@ from services.router.coordinator.events import (
 from services.router.coordinator.request import Phase
 from services.router.coordinator.workers import WorkerState
 from services.router.policy import Role
+from services.router.policy.health import Health
 from tests.support.router_bench import Bench, started, tokens, two_of_each
 
 
@@ -146,6 +148,19 @@ def test_failed_legs_count_too(bench: Bench) -> None:
         prefill = bench.take_leg(Role.PREFILL)
         bench.say(prefill.worker_id, LegFailed(prefill.leg, StepFailed("again")))
     assert isinstance(bench.failed["r"], WorkerFailed)
+
+
+def test_preemptions_are_no_crashes(bench: Bench) -> None:
+    """Of an engine that does not compute again what it has preempted."""
+    _, decode = bench.decoding(max_tokens=20)
+    for _ in range(5):
+        bench.say(decode.worker_id, LegFailed(decode.leg, SequencePreempted("full")))
+        assert bench.coordinator.workers.get(decode.worker_id).health.state is Health.UP
+        prefill = bench.take_leg(Role.PREFILL)
+        bench.say(prefill.worker_id, started(prefill), tokens(prefill, 101, at=prefill.output_base))
+        decode = bench.take_leg(Role.DECODE)
+        bench.say(decode.worker_id, DecodeAdmitted(decode.leg), ImportReady(decode.leg))
+    assert not bench.failed
 
 
 # Draining

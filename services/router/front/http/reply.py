@@ -70,6 +70,7 @@ KINDS: dict[type[errors.BatonError], Kind] = {
     errors.ProtocolViolation: _INTERNAL,
     errors.CorruptBlock: _INTERNAL,
     errors.StepFailed: _INTERNAL,
+    errors.SequencePreempted: _INTERNAL,
     errors.ConfigError: _INTERNAL,
 }
 
