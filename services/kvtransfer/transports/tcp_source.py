@@ -191,7 +191,8 @@ class _Server:
         self._loop = asyncio.get_running_loop()
         self._serving: dict[threading.Thread, _Served] = {}
         self._lock = threading.Lock()
-        """Held for changes of `_serving`, which threads make too."""
+        """Held for changes of `_serving`, which threads make too, and to end a connection: its descriptor may be
+        another's once it is closed."""
         self._closed = False
         self._retry: asyncio.TimerHandle | None = None
         self._num_refused = 0
@@ -213,10 +214,10 @@ class _Server:
         self._listener.close()
         with self._lock:
             self._closed = True
-            serving = dict(self._serving)
-        for served in serving.values():
-            served.connection.interrupt()
-        for thread in serving:
+            threads = list(self._serving)
+            for served in self._serving.values():
+                served.connection.interrupt()
+        for thread in threads:
             thread.join()
 
     def _accept(self) -> None:
@@ -256,10 +257,10 @@ class _Server:
             strangers = [served for served in self._serving.values() if not served.known and not served.ended]
             if self._is_full() or len(self._serving) >= MAX_CONNECTIONS + 2 * MAX_STRANGERS:
                 return False
-        for served in strangers[: max(0, len(strangers) - MAX_STRANGERS + 1)]:
-            served.ended = True
-            served.connection.interrupt()
-            self._refused(served.who, f"one of more than {MAX_STRANGERS} that have not said who they are")
+            for served in strangers[: max(0, len(strangers) - MAX_STRANGERS + 1)]:
+                served.ended = True
+                served.connection.interrupt()
+                self._refused(served.who, f"one of more than {MAX_STRANGERS} that have not said who they are")
         return True
 
     def _is_full(self) -> bool:
@@ -289,8 +290,8 @@ class _Server:
         except Exception:
             log.exception("internal error (kv socket)")
         finally:
-            served.connection.close()
             with self._lock:
+                served.connection.close()
                 self._serving.pop(threading.current_thread(), None)
 
     def _know(self, served: _Served) -> None:

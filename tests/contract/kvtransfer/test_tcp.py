@@ -27,6 +27,7 @@ from services.kvtransfer.transports.tcp import (
     PROBE,
     PROOF_BYTES,
     REQUEST,
+    Connection,
     Proofs,
 )
 from services.kvtransfer.transports.tcp_destination import TcpUnavailable
@@ -107,6 +108,33 @@ class TestWhoIsAnswered:
                 lease = source.lease(40, sealed=True)
                 assert (await destination.fetch(source, lease, transport="tcp")).ready
                 assert len(await known.ask(PROBE, 0, 0, 1)) == 1024, "nobody else is disturbed"
+
+    async def test_one_that_is_closed_is_not_ended_once_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its descriptor may be another's by then."""
+        closing, may_close = threading.Event(), threading.Event()
+        closed, ended_late = set[Connection](), set[Connection]()
+        close, interrupt = Connection.close, Connection.interrupt
+
+        def close_slowly(self: Connection) -> None:
+            close(self)
+            closed.add(self)
+            closing.set()
+            may_close.wait(10.0)
+
+        def note(self: Connection) -> None:
+            ended_late.update({self} & closed)
+            interrupt(self)
+
+        monkeypatch.setattr(Connection, "close", close_slowly)
+        monkeypatch.setattr(Connection, "interrupt", note)
+        source = Source()
+        async with running(source):
+            async with connected(source) as peer:
+                await peer.read(GREETING.size)
+            assert await asyncio.to_thread(closing.wait, 10.0)
+            threading.Timer(0.1, may_close.set).start()
+            source.tcp.close()
+        assert not ended_late
 
     async def test_connections_are_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tcp_source, "MAX_CONNECTIONS", 1)
