@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.patience import Patience
+
 _LISTEN = "0A"
 """The state in /proc/net/tcp."""
 _GONE = (ProcessLookupError, FileNotFoundError, PermissionError)
@@ -66,9 +68,9 @@ class Footprint:
         return words
 
     def await_gone(self, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         while left := self.left():
-            assert time.monotonic() < deadline_s, f"left behind after {timeout_s} s: {', '.join(left)}"
+            assert not patience.is_over(), f"left behind after {patience.waited_s:.1f} s: {', '.join(left)}"
             time.sleep(0.05)
 
 
