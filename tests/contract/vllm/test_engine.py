@@ -308,6 +308,7 @@ def test_a_defect_of_whom_it_reports_to_ends_it(model: Path, vllm: ScriptedVllm)
         driver.engine.join()
         assert not driver.engine.alive
         assert "ZeroDivisionError" in driver.engine.why_over
+        driver.engine.stop()
         assert not children_left(0.0)
 
 
